@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from headway.capture.aten_trace import logical_names, quiet, spec_of
 from headway.capture.fake_tensors import DataIndependentValues, FakeContext
+from headway.capture.operator_recorder import record_graph
 from headway.graph.model_graph import ModelGraph
 from headway.graph.repeated_blocks import BLOCKS_KEPT, FullModel, RepeatedStack, extend_blocks
 
@@ -445,22 +446,19 @@ def _same(one: Any, other: Any) -> bool:
 Called = Callable[..., Any]
 """(fakes, modules that are not executed) -> what is called with the data; it holds the user's
 model, of fake tensors, as its `model`."""
-Tracer = Callable[[Any, tuple[Any, ...], FakeContext], ModelGraph]
 
 
-def capture_by_blocks(
-    model: nn.Module, example: Any, called_with: Called, trace: Tracer
-) -> ModelGraph | None:
+def capture_by_blocks(model: nn.Module, example: Any, called_with: Called) -> ModelGraph | None:
     """The graph; None where there are no stacks, or their blocks differ."""
     try:
         stacks = find_stacks(model)
-        return _capture_by_blocks(stacks, example, called_with, trace) if stacks else None
+        return _capture_by_blocks(stacks, example, called_with) if stacks else None
     except Exception:  # of the user's code with fewer blocks, too: the whole model will tell
         return None
 
 
 def _capture_by_blocks(
-    stacks: tuple[BlockStack, ...], example: Any, called_with: Called, trace: Tracer
+    stacks: tuple[BlockStack, ...], example: Any, called_with: Called
 ) -> ModelGraph | None:
     fakes = FakeContext()
     spared = [
@@ -480,7 +478,7 @@ def _capture_by_blocks(
         return None
     paths = _paths(called.model)
     with with_short_stacks(stacks):
-        short = trace(called, data, fakes)
+        short = record_graph(called, data, fakes)
         few = _paths(called.model)
         registered = tuple(_bare(called.named_buffers()))
     parameters = _bare(called.named_parameters())

@@ -1,6 +1,6 @@
 """A user's model and example batch as fake tensors: nothing is allocated, nothing computed.
 
-The only file that touches `torch._subclasses` and `torch.utils._python_dispatch`, which are
+The only file that touches `torch._subclasses` and torch's `_disable_current_modes`, which are
 private; torch.export is built on them. All fake tensors are on the CPU, so that code which makes
 tensors without naming a device fits them, wherever the model is, also on the meta device.
 

@@ -12,12 +12,11 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from headway.capture.aten_trace import logical_names, spec_of, trace
 from headway.capture.block_stacks import capture_by_blocks
 from headway.capture.fake_tensors import DataIndependentValues, FakeContext
-from headway.capture.operator_recorder import OperatorRecorder
+from headway.capture.operator_recorder import record_graph
 from headway.errors import PlanError
 from headway.graph.model_graph import ModelGraph
 
@@ -58,7 +57,7 @@ def capture(model: nn.Module, example: Any, *, loss: Loss | None = None) -> Mode
     def called_with(fakes: FakeContext, spared: Collection[nn.Module] = ()) -> _Called:
         return _Called(fakes.model(model, spared), loss)
 
-    few = capture_by_blocks(model, example, called_with, _traced)
+    few = capture_by_blocks(model, example, called_with)
     if few is not None:
         few.check()
         return few
@@ -69,50 +68,11 @@ def capture(model: nn.Module, example: Any, *, loss: Loss | None = None) -> Mode
         raise _refusal(model, "", error) from error
     data = (fakes.tree(example),)
     try:
-        graph = _traced(called, data, fakes)
+        graph = record_graph(called, data, fakes)
     except Exception as error:
         raise _refusal(model, _culprit(called, data, fakes), error) from error
     graph.check()
     return graph
-
-
-def _traced(called: _Called, data: tuple[Any, ...], fakes: FakeContext) -> ModelGraph:
-    traced = trace(called, data, fakes)
-    logical, tied = logical_names(called)
-    named = {}
-    for placeholder in traced.arguments:
-        target = traced.names.get(placeholder)
-        if target is None:
-            named[placeholder] = placeholder
-        else:
-            named[placeholder] = logical.get(target, target.removeprefix("model."))
-    parameters = {
-        name.removeprefix("model."): parameter for name, parameter in called.named_parameters()
-    }
-    recorder = OperatorRecorder(traced, named, frozenset(parameters), fakes.mode)
-    outputs = recorder.run()
-    made = {tensor for operator in recorder.operators for tensor in operator.outputs}
-    held = {
-        named[placeholder]: spec_of(value)
-        for placeholder, value in traced.arguments.items()
-        if isinstance(value, Tensor) and placeholder in traced.names
-    }
-    return ModelGraph(
-        operators=tuple(recorder.operators),
-        values={name: spec for name, spec in recorder.values.items() if name in made},
-        inputs={
-            named[placeholder]: spec_of(value)
-            for placeholder, value in traced.arguments.items()
-            if isinstance(value, Tensor) and placeholder not in traced.names
-        },
-        outputs=outputs,
-        parameters={name: spec_of(parameter) for name, parameter in parameters.items()},
-        buffers={name: spec for name, spec in held.items() if name not in parameters}
-        # Constants of the code: no operator makes them.
-        | {name: spec for name, spec in recorder.values.items() if name not in made},
-        tied=tied,
-        frozen=tuple(name for name, p in parameters.items() if not p.requires_grad),
-    )
 
 
 def _culprit(called: _Called, data: tuple[Any, ...], fakes: FakeContext) -> str:

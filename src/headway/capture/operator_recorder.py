@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -27,16 +27,19 @@ from headway.capture.aten_trace import (
     Traced,
     arguments_of,
     kind_of,
+    logical_names,
     module_of,
     name_of,
     outputs_of,
     several,
     spec_of,
+    trace,
 )
+from headway.capture.fake_tensors import FakeContext
 from headway.graph.aten.flops import flops_of, kernel_calls, traffic_of
 from headway.graph.aten.index_expression import OperatorCall
 from headway.graph.aten.operator_axes import axes_of
-from headway.graph.model_graph import Footprint, Operator, Saved, TensorSpec, Work
+from headway.graph.model_graph import Footprint, ModelGraph, Operator, Saved, TensorSpec, Work
 
 
 def _plain(tensors: Sequence[Tensor], needs: Sequence[bool]) -> Footprint:
@@ -511,6 +514,53 @@ class OperatorRecorder:
                 self._owner[id(storage)] = f"{name}/{number}"
                 self._storages.append(storage)
             yield Saved(name=self._owner[id(storage)], bytes=storage.nbytes())
+
+
+def record_graph(called: nn.Module, data: tuple[Any, ...], fakes: FakeContext) -> ModelGraph:
+    """Trace `called(*data)`, replay it, and give the user's model as a graph.
+
+    Args:
+        called: Of fake tensors; it holds the user's model as its "model".
+
+    Raises:
+        Exception: What torch.export or the model raised.
+    """
+    traced = trace(called, data, fakes)
+    logical, tied = logical_names(called)
+    named = {}
+    for placeholder in traced.arguments:
+        target = traced.names.get(placeholder)
+        if target is None:
+            named[placeholder] = placeholder
+        else:
+            named[placeholder] = logical.get(target, target.removeprefix("model."))
+    parameters = {
+        name.removeprefix("model."): parameter for name, parameter in called.named_parameters()
+    }
+    recorder = OperatorRecorder(traced, named, frozenset(parameters), fakes.mode)
+    outputs = recorder.run()
+    made = {tensor for operator in recorder.operators for tensor in operator.outputs}
+    held = {
+        named[placeholder]: spec_of(value)
+        for placeholder, value in traced.arguments.items()
+        if isinstance(value, Tensor) and placeholder in traced.names
+    }
+    return ModelGraph(
+        operators=tuple(recorder.operators),
+        values={name: spec for name, spec in recorder.values.items() if name in made},
+        inputs={
+            named[placeholder]: spec_of(value)
+            for placeholder, value in traced.arguments.items()
+            if isinstance(value, Tensor) and placeholder not in traced.names
+        },
+        outputs=outputs,
+        parameters={name: spec_of(parameter) for name, parameter in parameters.items()},
+        buffers={name: spec for name, spec in held.items() if name not in parameters}
+        # Constants of the code: no operator makes them.
+        | {name: spec for name, spec in recorder.values.items() if name not in made},
+        tied=tied,
+        frozen=tuple(name for name, p in parameters.items() if not p.requires_grad),
+    )
 
 
 def _path(node: fx.Node) -> str:
