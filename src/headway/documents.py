@@ -238,6 +238,7 @@ def key_lines(text: str) -> dict[tuple[str, ...], int]:
     """The line (from 1) on which each key of a valid TOML or JSON document begins."""
     lines: dict[tuple[str, ...], int] = {}
     for path, number in _json_keys(text) if text.lstrip()[:1] == "{" else _toml_keys(text):
+        # The first line counts: [a.b] and [a.c] both name a.
         lines.setdefault(path, number)
     return lines
 
@@ -254,6 +255,7 @@ def _json_keys(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
         elif token in "}]":
             stack.pop()
         elif token == "," and stack:
+            # The next place of a list, or in a table a key that is still to come.
             stack[-1] = stack[-1] + 1 if isinstance(stack[-1], int) else None
         elif token.startswith('"') and stack and stack[-1] is None:
             stack[-1] = json.loads(token)
@@ -288,6 +290,7 @@ def _toml_keys(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
             for name in _toml_names(entry.group(1)):
                 path = (*path, name)
                 yield path, number
+        # An odd number of them leaves a text open.
         quote = next((q for q in ('"""', "'''") if line.count(q) % 2), "")
 
 

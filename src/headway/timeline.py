@@ -142,6 +142,7 @@ def tracks(spans: Sequence[Span]) -> list[int]:
 def _fits(span: Span, row: list[Span]) -> bool:
     """Whether a span can follow in a row; forgets what has ended before it."""
     while row and row[-1].end <= span.start + _MOMENT:
+        # The last one stays: its label says whose row it is.
         if len(row) == 1:
             return True
         row.pop()

@@ -126,6 +126,7 @@ class Amount:
         match = _NUMBER.match(str(text))
         if match is not None:
             number, rest = match.groups()
+            # Where the whole word is a unit, its first letter is no prefix.
             prefix = rest[:1] if rest[:1] in _DECIMAL and _unit(rest, units) is None else ""
             unit = _unit(rest.removeprefix(prefix), units)
             # Not a float: "2.3M" is a whole number, and a product of floats need not be one.

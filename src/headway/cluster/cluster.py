@@ -66,6 +66,7 @@ class Pair:
 
 def _nodes(value: object) -> object:
     """A count becomes names; names become tables."""
+    # Python takes true for the number 1; `nodes = true` is a mistake.
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 1:
             raise ValueError(f"{value} nodes: at least 1")
@@ -242,6 +243,7 @@ class Cluster:
                 fix="Ask for one or more of them.",
             )
         places = [self._places[rank] for rank in members]
+        # The last level joins all nodes (`level_order_problems`), so that one is always found.
         return next(
             level for level in self.link_levels if len({level.domain(*p) for p in places}) == 1
         )
@@ -403,11 +405,13 @@ def to_toml(cluster: Cluster, head: Sequence[str] = ()) -> str:
     Args:
         head: Lines of a comment at the top.
     """
+    # Nodes with the names that a number gives them are written as that number.
     named = None if cluster.nodes == Cluster.of(len(cluster.nodes)).nodes else cluster.nodes
     tables = {"nodes": named or (), "levels": cluster.levels, "links": cluster.links}
     lines = [f"# {line}".rstrip() for line in head]
     if named is None:
         lines.append(f"nodes = {len(cluster.nodes)}")
+    # Plain keys before all tables: TOML counts what follows [table] as keys of it.
     lines += _entries(_facts(cluster, without=("devices", *tables)))
     for table, rows in tables.items():
         for row in rows:
@@ -448,6 +452,7 @@ def _value(name: str, value: object, by_key: Mapping[str, Mapping[str, float]] =
 def _amount(value: float, units: Mapping[str, float]) -> str:
     """In the largest unit that leaves at least 1 before the point: "201 GB/s"."""
     fitting = (unit for unit, factor in units.items() if value >= factor)
+    # Below the smallest unit, as 0 is, the smallest one.
     unit = next(fitting, list(units)[-1])
     return f'"{value / units[unit]:.12g} {unit}"'
 

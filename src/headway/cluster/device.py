@@ -240,5 +240,6 @@ def device_problems(
             if has_datasheet(said):
                 hint = f'; to use the preset, add [devices.{said}] with preset = "{said}"'
             yield f"{key}: no device {said!r}{hint}"
+        # The cluster need not name a device if every node does.
         elif said is None and key != "device" and len(devices) > 1 and users["device"] is None:
             yield f"{key}: missing; one of {', '.join(devices)}"

@@ -174,6 +174,7 @@ def check_faults(faults: Iterable[Fault], ranks: int, cluster: Cluster | None = 
         for name in fault.ends:
             if name not in cluster.names:
                 raise UsageError(f"no node {name!r}{nearest(name, cluster.names)}", where=where)
+        # A cut needs no rate: its packets vanish.
         if isinstance(fault, SlowLink) and cluster.link(*fault.ends) is None:
             raise UsageError(
                 "a link without a rate cannot be made slower",

@@ -127,6 +127,7 @@ class Level:
         """In which domain a rank is, from the number of its node and its own one there."""
         if self.ranks is not None:
             return (node, local // self.ranks)
+        # Without a radix all nodes are in one domain.
         return () if self.nodes is None else (node // self.nodes,)
 
     def problems(self, key: str) -> Iterator[str]:
@@ -165,10 +166,12 @@ def level_order_problems(levels: Sequence[Level], nodes: int) -> Iterator[str]:
 def _domains_nest(inner: Level, outer: Level) -> bool:
     if outer.ranks is not None:
         return _multiple(outer.ranks, inner.ranks)
+    # All nodes hold any smaller domain, and whole nodes hold whole sockets.
     if outer.nodes is None or inner.ranks is not None:
         return inner.ranks is not None or inner.nodes is not None
     return _multiple(outer.nodes, inner.nodes)
 
 
 def _multiple(outer: int, inner: int | None) -> bool:
+    # Fewer than 1 is a problem of its own, which `Level.problems` names.
     return inner is not None and outer > inner and (inner < 1 or outer % inner == 0)

@@ -161,6 +161,7 @@ def fingerprint_differences(measured: Mapping[str, str], here: Mapping[str, str]
 
 def _torch() -> str:
     try:
+        # From its metadata: importing torch takes a second, and the pure plane has no torch.
         return version("torch")
     except PackageNotFoundError:
         return "unknown"
@@ -169,6 +170,7 @@ def _torch() -> str:
 def _processor() -> str:
     """Its model, as the system names it."""
     try:
+        # `platform.processor` says nothing on many Linux systems.
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []

@@ -137,6 +137,7 @@ def find_cluster(text: str, *, nodes: int | None = None) -> Cluster:
         DocumentError: The file has problems; all are listed.
     """
     path = Path(text)
+    # A missing .toml is a mistyped path, not a preset: `read_cluster` then names the file.
     if path.suffix != ".toml" and not path.is_file():
         return of_preset(text, nodes=1 if nodes is None else nodes)
     if nodes is not None:

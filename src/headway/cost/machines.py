@@ -161,6 +161,7 @@ def _with_fitted(machine: Machine, numbers: Mapping[str, float]) -> Machine:
     said = dict(machine.device.source)
     said |= {"link_rate": inner.source.get("rate", ""), "link_latency": inner.source["latency"]}
     said |= dict.fromkeys(("message_rate", "message_latency"), inner.source.get("message", ""))
+    # Links of a file have the source "cluster" and stay; only assumed ones give way.
     taken: dict[str, Any] = {
         key: value
         for key, value in numbers.items()

@@ -365,6 +365,7 @@ def refused_depths(workload: EqualLayers, setting: ChimeraSetting) -> list[str]:
 
 
 def _depths(setting: ChimeraSetting) -> list[int]:
+    # Pipes in both directions meet in the middle of an even number of stages.
     return [d for d in range(2, setting.workers + 1, 2) if setting.workers % d == 0]
 
 

@@ -323,6 +323,7 @@ class _Share:
 
     def next(self) -> float:
         """When the next flow ends, if nothing changes."""
+        # Rounding may put the virtual clock a little past the end of the first flow.
         return self.now + max(0.0, self.flows[0][0] - self.virtual) * len(self.flows)
 
 

@@ -83,6 +83,7 @@ def with_exceptions(layers: Sequence[GradientLayer], exchange: ExchangePlan) -> 
             layer = replace(layer, compression=parse_compression(part.compress))
         if part and part.ranks:
             sizes = [len(group) for group in part.ranks]
+            # Groups exchange side by side: the step waits for the largest.
             largest = part.ranks[sizes.index(max(sizes))]
             layer = replace(layer, ranks=tuple(sorted(largest)))
         found.append(layer)

@@ -209,6 +209,7 @@ class RepresentativeRanks:
             slow = tuple(world.slowness(copy, place) for place in places)
             links = tuple(world.links_of_tensor(copy, place) for place in places)
             messages = tuple(self._messages(part.first, copy) for part in self.parts)
+            # A slice, which is empty where all copies have the same devices.
             return self.variant[copy : copy + 1], slow, links, messages
 
         return self._classes(world.grid.data, look)
@@ -242,6 +243,7 @@ def _rates(network: HierarchicalNetwork) -> tuple[float, ...]:
 
 def _slower(network: HierarchicalNetwork, path: SlowPath) -> HierarchicalNetwork:
     """With the level slowed that joins both ends."""
+    # One rank of either end is enough: the ranks of an end are on one node.
     first, second = (min(end) for end in path.ends)
     levels = list(network.levels)
     number = next(

@@ -289,6 +289,7 @@ def _path(played: TaskTimes) -> Iterator[CriticalSegment]:
     kinds = played.program.kind
     lines = [
         (kinds[task], end - start)
+        # `times` has one more: the start of the step.
         for task, start, end in zip(path, times, times[1:], strict=False)
         if kinds[task] and end > start
     ]

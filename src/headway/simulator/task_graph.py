@@ -114,6 +114,7 @@ class CellPlan:
     def rounds(self, place: int, stage: int) -> list[int]:
         """The cells behind which gradients of a stage are summed: the last one, or each."""
         if self.work.zero >= 2:
+            # ZeRO 2 and 3 keep no whole gradients: those of every micro-batch are scattered.
             return self.all.get((place, stage), [])
         return [self.last[place, stage]] if (place, stage) in self.last else []
 
@@ -126,6 +127,7 @@ class CellPlan:
         ):
             return UNCUT
         leaving = cell in self._leaving
+        # Cells of a stage and kind are cut alike, whatever their micro-batch.
         key = (action.stage, action.kind, leaving)
         if key not in self._cuts:
             self._cuts[key] = tuple(self._cut(cell, leaving)) or UNCUT

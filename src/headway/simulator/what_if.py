@@ -144,6 +144,7 @@ def _rate(level: LinkLevel, value: tuple[float, float]) -> LinkLevel:
     """Of collectives; messages get faster or slower by as much."""
     factor = value[0] or value[1] / level.link.rate
     message = level.message and replace(level.message, rate=level.message.rate * factor)
+    # A rate that is named is taken as it is: a product with the factor would round.
     rate = level.link.rate * factor if value[0] else value[1]
     return replace(level, link=replace(level.link, rate=rate), message=message)
 
