@@ -18,7 +18,7 @@ from headway.graph.operator_fusion import fuse_light_operators
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.search.branch_and_bound import find_plans
 from headway.planner.search.plan_point import describe_devices, describe_point
-from headway.planner.search.request import DeviceGroup, request_of_groups
+from headway.planner.search.request import DeviceGroup, PlanRequest
 from headway.units import format_bytes, format_seconds
 from plan_search import GPT, SAMPLES, gpt
 
@@ -38,10 +38,12 @@ def main() -> None:
     new, old = (machine_of(of_preset(name, nodes=4)) for name in ("dgx-a100", "p3.16xlarge"))
     machines = {"a100": new, "v100": replace(old, network=new.network)}
     for objective in asked or OBJECTIVES:
-        groups = [
+        groups = tuple(
             DeviceGroup(kind=kind, machine=machines[kind], count=n) for kind, n in COUNTS.items()
-        ]
-        question = request_of_groups(groups, work=work, batch=batch, objective=objective)
+        )
+        question = PlanRequest(
+            machine=groups[0].machine, groups=groups, work=work, batch=batch, objective=objective
+        )
         begin, used = time.perf_counter(), time.process_time()
         found = find_plans(question)
         print(

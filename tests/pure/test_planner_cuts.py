@@ -7,8 +7,8 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
+from headway.planner.estimate.degrees import Degrees, state_per_byte
 from headway.planner.estimate.degrees import combinations as degrees_of
-from headway.planner.estimate.degrees import state_per_byte
 from headway.planner.estimate.stage_cut import (
     LayerUnit,
     _StageProgramme,
@@ -153,10 +153,15 @@ def test_combinations_are_all_that_multiply():
 
 def test_state_of_parameters():
     """18 bytes in 16 bits (Megatron), 6 + 12/d with a split optimiser; 16 bytes in 32 bits."""
-    assert state_per_byte(2, 0, 8) * 2 == 18
-    assert state_per_byte(2, 1, 8) * 2 == 6 + 12 / 8
-    assert state_per_byte(2, 3, 8) * 2 == 18 / 8
-    assert state_per_byte(4, 0, 1) * 4 == 16
+
+    def per_parameter(itemsize, zero, data):
+        degrees = Degrees(tensor=1, data=data, pipeline=1, microbatch=1, microbatches=2, zero=zero)
+        return state_per_byte(itemsize, degrees) * itemsize
+
+    assert per_parameter(2, 0, 8) == 18
+    assert per_parameter(2, 1, 8) == 6 + 12 / 8
+    assert per_parameter(2, 3, 8) == 18 / 8
+    assert per_parameter(4, 0, 1) == 16
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -114,21 +114,21 @@ def test_each_change_does_and_a_smaller_one_does_not(refused, case):
     question = refused(case)
     with pytest.raises(NothingFits):
         find_plans(question)
-    verdict = verdict_of(question)
-    assert "memory" in [one.kind for one in verdict.changes]
-    for one in verdict.changes:
+    _, changes = verdict_of(question)
+    assert "memory" in [one.kind for one in changes]
+    for one in changes:
         found = find_plans(replace(one.question, objective="fastest")).best
         assert (found.seconds, found.degrees) == (one.point.seconds, one.point.degrees), one.change
         assert found.bytes <= one.question.cap
         if one.shorter is not None:
             with pytest.raises(NothingFits):
                 find_plans(one.shorter)
-    ranks = [(one.hardware, one.cost) for one in verdict.changes]
+    ranks = [(one.hardware, one.cost) for one in changes]
     assert ranks == sorted(ranks)
 
 
 def kinds(question):
-    return {one.kind: one for one in verdict_of(question).changes}
+    return {one.kind: one for one in verdict_of(question)[1]}
 
 
 def test_what_the_question_left_out_is_offered(refused):
@@ -167,7 +167,7 @@ def test_more_nodes_of_a_preset_have_a_time_and_are_named(work):
     one_node, more = machine_of(of_preset("dgx-a100")), machine_of(of_preset("dgx-a100", nodes=2))
     question = PlanRequest(work=work, machine=one_node, devices=(8,), batch=16)
     question = replace(question, memory=0.9 * least_memory(PlanSearch(question)).bytes)
-    found = {one.kind: one for one in find_relaxations(PlanSearch(question), more.network).changes}[
+    found = {one.kind: one for one in find_relaxations(PlanSearch(question), more.network)[1]}[
         "devices"
     ]
     assert found.change == "16 devices (--nodes 2)"
@@ -185,7 +185,7 @@ def test_the_words(refused):
     assert error.exit_code == 2
     assert "every plan needs" in error.problems[0]
     assert "is the fullest: weights" in error.problems[1]
-    assert error.fix.count("\n") == len(verdict_of(question).changes)
+    assert error.fix.count("\n") == len(verdict_of(question)[1])
     assert " more per device (" in error.fix
     assert need.bytes > question.cap
 

@@ -20,7 +20,7 @@ from headway.planner.estimate.pricing import IntervalRows
 from headway.planner.search.branch_and_bound import PlanSearch, find_plans, microbatch_shares
 from headway.planner.search.device_layout import device_counts, device_layouts
 from headway.planner.search.plan_conversion import missing_in_executor, sample_shares, to_plan
-from headway.planner.search.request import DeviceGroup, PlanRequest, request_of_groups
+from headway.planner.search.request import DeviceGroup, PlanRequest
 from headway.planner.whale.load_balance import DeviceShare, whole_filling
 from headway.plans import explain
 from headway.workloads.transformer import TransformerConfig, TransformerLM
@@ -63,7 +63,8 @@ def work():
 def asked(work, **changed):
     machines, counts = changed.pop("machines", MACHINES), changed.pop("counts", COUNTS)
     groups = [DeviceGroup(kind=kind, machine=machines[kind], count=n) for kind, n in counts.items()]
-    return request_of_groups(groups, **({"work": work, "batch": 12} | changed))
+    usual = {"work": work, "batch": 12, "machine": groups[0].machine}
+    return PlanRequest(groups=tuple(groups), **(usual | changed))
 
 
 def layouts(search):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headway.cluster import read_cluster
 from headway.cost.machines import machine_of
-from headway.planner.search.request import DeviceGroup, request_of_groups
+from headway.planner.search.request import DeviceGroup, PlanRequest
 
 RECIPE = "support.recipes:stack"
 CLUSTER = """
@@ -52,4 +52,4 @@ def question_of(work, path, **changed):
         DeviceGroup(kind=kind, machine=machine, count=2) for kind, machine in machines.items()
     ]
     usual = {"work": work, "batch": 32, "zero": (0,), "tensor": (1,), "recompute": "pipeline"}
-    return request_of_groups(groups, **(usual | changed))
+    return PlanRequest(machine=groups[0].machine, groups=tuple(groups), **(usual | changed))

@@ -70,8 +70,11 @@ class Degrees:
 
     @property
     def gradient_share(self) -> float:
-        """Share of a stage's gradients that a rank keeps."""
-        return gradient_share(self.zero, self.data, self.pipeline, self.microbatches)
+        """Share of a stage's gradients that a rank keeps while it computes."""
+        # FSDP2 sums those of a unit as its backward ends, ZeRO 1 in the last micro-batch only; a
+        # pipeline sums behind the last backward.
+        in_parts = self.zero > 1 or (self.zero == 1 and self.microbatches == 1)
+        return 1.0 / self.data if in_parts and self.pipeline == 1 else 1.0
 
     @property
     def late_gradients(self) -> bool:
@@ -165,14 +168,6 @@ def combinations(
                             )
 
 
-def gradient_share(zero: int, data: int, pipeline: int, microbatches: int) -> float:
-    """Share of the gradients that a rank keeps while it computes."""
-    # FSDP2 sums those of a unit as its backward ends, ZeRO 1 in the last micro-batch only; a
-    # pipeline sums behind the last backward.
-    in_parts = zero > 1 or (zero == 1 and microbatches == 1)
-    return 1.0 / data if in_parts and pipeline == 1 else 1.0
-
-
 def gradients_per_byte(itemsize: int) -> float:
     """Bytes of gradients per byte of parameters."""
     return GRADIENTS / itemsize if itemsize == HALF_PRECISION_BYTES else 1.0
@@ -187,30 +182,10 @@ def late_per_byte(itemsize: int, degrees: Degrees) -> float:
 
 def least_state_per_byte(itemsize: int, degrees: Degrees, copies: int = 2) -> float:
     """As `state_per_byte`, of what exists at any moment of a step."""
-    return state_of(degrees, itemsize, copies) - late_per_byte(itemsize, degrees)
+    return state_per_byte(itemsize, degrees, copies) - late_per_byte(itemsize, degrees)
 
 
-def state_of(degrees: Degrees, itemsize: int, copies: int) -> float:
-    """`state_per_byte` of a combination."""
-    return state_per_byte(
-        itemsize,
-        degrees.zero,
-        degrees.data,
-        copies,
-        pipeline=degrees.pipeline,
-        microbatches=degrees.microbatches,
-    )
-
-
-def state_per_byte(
-    itemsize: int,
-    zero: int,
-    data: int,
-    copies: int = 2,
-    *,
-    pipeline: int = 1,
-    microbatches: int = 2,
-) -> float:
+def state_per_byte(itemsize: int, degrees: Degrees, copies: int = 2) -> float:
     """Bytes of weights, gradients and optimiser state per byte of parameters that a device holds.
 
     ZeRO divides the optimiser's (1), these and the gradients (2) or all (3) by the data degree
@@ -219,7 +194,7 @@ def state_per_byte(
     # In a pipeline a stage has its weights and gradients whole while it computes, with any ZeRO:
     # gradients are summed once a step, behind the last backward
     # (`parallel/pipeline/data_parallel.py`).
-    whole = pipeline > 1
+    zero, data, whole = degrees.zero, degrees.data, degrees.pipeline > 1
     # With Adam's two copies of 32 bits: 16 bits: 2 + 4 + 12 bytes per parameter, of which 4 are
     # weights in 32 bits; 32 bits: 4 + 4 + 8.
     weights, state = (
@@ -229,7 +204,7 @@ def state_per_byte(
     )
     gradients = gradients_per_byte(itemsize) * itemsize
     total = weights / (data if zero >= 3 and not whole else 1)
-    total += gradients * gradient_share(zero, data, pipeline, microbatches)
+    total += gradients * degrees.gradient_share
     total += state / (data if zero >= 1 else 1)
     # In 32 bits, whole weights lie beside the parts that are updated; in 16 bits those are the
     # weights in 32.

@@ -489,12 +489,8 @@ def parameter_bytes(
 def _compute(setting: OperatorSetting, operator: Operator, rule: Rule) -> tuple[float, float]:
     """Seconds of both passes without collectives; host and device joined operator by operator."""
     key = (operator.name, rule.parts, _parts_of_sum(rule))
-    if key not in setting.passes:
-        setting.passes[key] = _computed(setting, operator, rule)
-    return setting.passes[key]
-
-
-def _computed(setting: OperatorSetting, operator: Operator, rule: Rule) -> tuple[float, float]:
+    if key in setting.passes:
+        return setting.passes[key]
     device = setting.machine.device
     passes = _passes(setting, operator, rule)
     number = kernel_count(operator)
@@ -504,6 +500,7 @@ def _computed(setting: OperatorSetting, operator: Operator, rule: Rule) -> tuple
         float(device.join(device.seconds_of_host(n), s + device.seconds_of_kernels(n))) if s else s
         for s, n in zip(passes, launched, strict=True)
     )
+    setting.passes[key] = one, two
     return one, two
 
 

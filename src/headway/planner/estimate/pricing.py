@@ -25,7 +25,7 @@ import numpy as np
 from headway.cluster.device import HostOverhead
 from headway.cost.device import Array, Number
 from headway.errors import PlanError
-from headway.planner.estimate.degrees import FULL, Degrees, gradients_per_byte, state_of
+from headway.planner.estimate.degrees import FULL, Degrees, gradients_per_byte, state_per_byte
 from headway.planner.estimate.gradient_exchange import (
     BUCKETS,
     ModelParameters,
@@ -155,7 +155,7 @@ class DeviceMemory:
         self.degrees = degrees
         self.itemsize = itemsize
         self.shared = shared
-        self.per_byte = state_of(degrees, itemsize, tables.setting.work.optimiser.state)
+        self.per_byte = state_per_byte(itemsize, degrees, tables.setting.work.optimiser.state)
         self.passing = max(self._updating, self._summing) / self.per_byte
 
     @property
@@ -493,7 +493,9 @@ class Pricing:
         forward, backward, params = cells.forward, cells.backward, cells.params
         ahead, back = forward, backward
         if self.degrees.zero >= 2:
-            gather, scatter = self._in_passes(params)
+            # Every micro-batch: an all-gather in each pass, a reduce-scatter behind backward.
+            gather = self._gathered(params) if self.degrees.zero == 3 else np.zeros_like(params)
+            scatter = self._scattered(params)
             ahead = forward + gather - most_hidden(gather, forward, self.overlap)
             # Backward gathers the weights again and scatters the gradients behind each unit.
             sent = gather + scatter
@@ -514,12 +516,6 @@ class Pricing:
     def updated(self, rows: Array) -> Array:
         """Bytes while the update runs, when nothing is kept."""
         return np.asarray(rows[..., IntervalRows.STATE] * (1.0 + self.memory.passing))
-
-    def _in_passes(self, params: Array) -> tuple[Array, Array]:
-        """(all-gather in each pass, reduce-scatter behind backward) of every micro-batch."""
-        zero, nothing = self.degrees.zero, np.zeros_like(params)
-        scatter = self._scattered(params) if zero >= 2 else nothing
-        return (self._gathered(params) if zero == 3 else nothing), scatter
 
     def _behind(self, params: Array, backward: Array) -> Array:
         """The sum of a step's gradients, without what the last backward can hide at most."""

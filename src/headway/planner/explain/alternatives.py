@@ -20,11 +20,7 @@ from headway.planner.estimate.pipeline_time import PointStage
 from headway.planner.estimate.stage_cut import LayerUnit
 from headway.planner.search.branch_and_bound import PlanSearch, SearchResult
 from headway.planner.search.operator_choices import operator_choices
-from headway.planner.search.plan_point import (
-    Point,
-    describe_point,
-    format_device_runs,
-)
+from headway.planner.search.plan_point import Point, describe_point, format_device_runs
 from headway.planner.search.request import ORDERS, PlanRequest
 from headway.schedule.generators.registry import PLAIN
 from headway.units import format_bytes

@@ -16,10 +16,7 @@ from headway.errors import PlanError
 from headway.planner.explain.step_parts import level_of
 from headway.planner.search.branch_and_bound import PlanSearch, find_plans
 from headway.planner.search.plan_point import Point
-from headway.planner.search.request import (
-    PlanRequest,
-    restrict_to_executor,
-)
+from headway.planner.search.request import PlanRequest, restrict_to_executor
 from headway.schedule.generators.registry import RUNNABLE_SCHEDULES
 
 TWICE = "memory 2x"
@@ -97,32 +94,24 @@ def _identity(point: Point | None) -> object:
 
 
 def _others(question: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    machine = question.machine
+    machines = question.machines
     if question.groups:
-        yield from _others_of_groups(question)
-        return
-    for name, network in faster_networks(machine.network, question.most):
-        yield name, replace(question, machine=replace(machine, network=network))
-    for name, device in other_devices(machine.device):
-        # Under a limit of the user's own, twice the memory alone would change nothing.
-        twice = 2 * question.memory if question.memory and name == TWICE else question.memory
-        yield name, replace(question, machine=replace(machine, device=device), memory=twice)
-
-
-def _others_of_groups(question: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    # What may be used of a device's memory counts as all it has, so that twice is more.
-    machines = {
-        kind: replace(one, device=replace(one.device, memory=question.caps[kind]))
-        for kind, one in question.machines.items()
-    }
-    question = replace(question, memory=None)
+        # What may be used of a device's memory counts as all it has, so that twice is more.
+        machines = {
+            kind: replace(one, device=replace(one.device, memory=question.caps[kind]))
+            for kind, one in machines.items()
+        }
+        question = replace(question, memory=None)
     for name, network in faster_networks(question.machine.network, question.most):
         faster = {kind: replace(one, network=network) for kind, one in machines.items()}
         yield name, question.with_machines(faster)
     for kind, machine in machines.items():
         for name, device in other_devices(machine.device):
-            other = machines | {kind: replace(machine, device=device)}
-            yield f"{kind} {name}", question.with_machines(other)
+            other = question.with_machines(machines | {kind: replace(machine, device=device)})
+            # Under a limit of the user's own, twice the memory alone would change nothing.
+            twice = 2 * question.memory if question.memory and name == TWICE else question.memory
+            label = f"{kind} {name}" if question.groups else name
+            yield label, replace(other, memory=twice)
 
 
 def other_devices(device: DeviceModel) -> Iterator[tuple[str, DeviceModel]]:

@@ -25,11 +25,7 @@ from headway.cost.device import Array
 from headway.cost.machines import device_of
 from headway.cost.network import HierarchicalNetwork
 from headway.errors import NothingFits, PlanError
-from headway.planner.estimate.degrees import (
-    Degrees,
-    least_state_per_byte,
-    state_per_byte,
-)
+from headway.planner.estimate.degrees import Degrees, state_per_byte
 from headway.planner.estimate.pipeline_time import PointStage
 from headway.planner.estimate.pricing import IntervalRows
 from headway.planner.explain.step_parts import fullest_stage_memory
@@ -125,10 +121,9 @@ def _first(engine: PlanSearch, combination: Combination) -> float:
     """Bytes that the fullest rank needs at least: all parameters and what is kept, spread."""
     if combination.layout is not None:
         return engine.layouts.held(combination)
-    question, degrees = engine.question, combination.degrees
-    per_byte = least_state_per_byte(question.itemsize, degrees, question.work.optimiser.state)
+    degrees = combination.degrees
     kept = degrees.microbatch * min(engine.bounds.kept, engine.bounds.crossing)
-    state = engine.bounds.held * per_byte * degrees.pipes
+    state = engine.bounds.state(degrees) * degrees.pipes
     return float(_spread(np.array([state, kept]) / degrees.tensor, degrees))
 
 
@@ -190,24 +185,12 @@ class Relaxation:
         return step / self.question.batch
 
 
-@dataclass(frozen=True, kw_only=True)
-class InfeasibilityReport:
-    """Why nothing fits, and what would do.
-
-    Attributes:
-        need: The least memory that would do; None: the model cannot be split so at all.
-    """
-
-    question: PlanRequest
-    need: LeastMemory | None
-    changes: tuple[Relaxation, ...]
-
-
 def find_relaxations(
     engine: PlanSearch, wider: HierarchicalNetwork | None = None
-) -> InfeasibilityReport:
-    """The smallest change of each kind with which there is a plan: those that take no other
-    machines first, the cheapest of them first.
+) -> tuple[LeastMemory | None, tuple[Relaxation, ...]]:
+    """The least memory that would do (None: the model cannot be split so at all), and the smallest
+    change of each kind with which there is a plan: those that take no other machines first, the
+    cheapest of them first.
 
     Args:
         engine: Of a question to which nothing fits.
@@ -217,7 +200,7 @@ def find_relaxations(
     # The request's limit bounds the candidates of each group of devices; what a device has remains.
     need = least_memory(engine.related(replace(question, memory=np.inf)))
     if need is None:
-        return InfeasibilityReport(question=question, need=None, changes=())
+        return None, ()
     # What memory alone costs: the fastest plan of the same devices without a limit.
     free = engine.related(replace(question, memory=np.inf, objective="fastest"))
     base = free.run().best.seconds / question.batch
@@ -229,7 +212,7 @@ def find_relaxations(
     larger = list(_larger_devices(question))
     found += _first_that_fits(engine, base, "device", larger, hardware=True)
     found.sort(key=lambda one: (one.hardware, one.cost))
-    return InfeasibilityReport(question=question, need=need, changes=tuple(found))
+    return need, tuple(found)
 
 
 def _memory(engine: PlanSearch, base: float, need: LeastMemory) -> Iterator[Relaxation]:
@@ -257,9 +240,9 @@ def _devices(
         engine = PlanSearch(replace(engine.question, machine=machine))
     question = engine.question
     most = question.devices[-1]
-    whole = engine.bounds.held * state_per_byte(
-        question.itemsize, 0, 1, question.work.optimiser.state
-    )
+    alone = Degrees(tensor=1, data=1, pipeline=1, microbatch=1, microbatches=1)
+    copies = question.work.optimiser.state
+    whole = engine.bounds.held * state_per_byte(question.itemsize, alone, copies)
     # However it is split, all devices together hold the whole state.
     least = max(most + 1, int(np.ceil(whole / question.cap)))
     # Up to a node one by one, then node by node; where the file does not say how large a node is,
@@ -273,21 +256,15 @@ def _devices(
         start = most * 2 ** int(np.ceil(np.log2(least / most)))
         numbers = [start]
     numbers += [start * 2**n for n in range(1, DOUBLED) if start * 2**n > numbers[-1]]
-    before = most
-    for number in numbers:
-        asked = replace(question, devices=(number,))
-        if find_fitting(engine.related(asked)) is not None:
-            yield from _relaxed(
-                engine,
-                base,
-                kind="devices",
-                change=f"{number} devices" + (f" (--nodes {-(-number // node)})" if wider else ""),
-                question=asked,
-                shorter=replace(question, devices=(before,)),
-                hardware=True,
-            )
-            return
-        before = number
+    tried = [
+        (
+            f"{number} devices" + (f" (--nodes {-(-number // node)})" if wider else ""),
+            replace(question, devices=(number,)),
+        )
+        for number in numbers
+    ]
+    before = replace(question, devices=(most,))
+    yield from _first_that_fits(engine, base, "devices", tried, shorter=before, hardware=True)
 
 
 def _same_machines(question: PlanRequest) -> Iterator[tuple[str, list[tuple[str, PlanRequest]]]]:
@@ -343,10 +320,10 @@ def _first_that_fits(
     kind: str,
     tried: Sequence[tuple[str, PlanRequest]],
     *,
+    shorter: PlanRequest | None = None,
     hardware: bool = False,
 ) -> Iterator[Relaxation]:
     """The first question with a plan; the one before it is the `shorter` one."""
-    shorter = None
     for change, question in tried:
         old = engine.question
         # Tables depend on the machine and on what is forced: only if both stay can they be shared.
@@ -403,9 +380,9 @@ def infeasible_error(
     that would do.
     """
     engine = PlanSearch(question)
-    verdict = find_relaxations(engine, wider)
-    problems = list(_missing(engine, verdict))
-    lines = [f"  {describe_relaxation(one)}" for one in verdict.changes]
+    need, changes = find_relaxations(engine, wider)
+    problems = list(_missing(engine, need))
+    lines = [f"  {describe_relaxation(one)}" for one in changes]
     head = (
         "Each of these would help (time per sample against the fastest plan without a memory "
         "limit):"
@@ -424,8 +401,8 @@ def describe_relaxation(one: Relaxation) -> str:
     return f"{one.change}: {time}; {describe_point(point)}"
 
 
-def _missing(engine: PlanSearch, verdict: InfeasibilityReport) -> Iterator[str]:
-    question, need = verdict.question, verdict.need
+def _missing(engine: PlanSearch, need: LeastMemory | None) -> Iterator[str]:
+    question = engine.question
     numbers = question.devices or (question.most,)
     devices = f"{_or(numbers)} device{'s' if numbers != (1,) else ''}"
     if need is None:

@@ -14,8 +14,8 @@ from headway.plans import Plan
 from headway.plans.prediction import Prediction
 
 
-def prediction_of(question: PlanRequest, point: Point, cluster: Cluster) -> Prediction:
-    """The prediction of a point.
+def with_prediction(plan: Plan, question: PlanRequest, point: Point, cluster: Cluster) -> Plan:
+    """The plan of a point, with what is expected of it.
 
     Args:
         question: That the point answers, or that prices it.
@@ -23,7 +23,7 @@ def prediction_of(question: PlanRequest, point: Point, cluster: Cluster) -> Pred
     """
     # While it fills and drains, a pipeline shows a message at each border in both directions.
     edges = 2 * (len(point.stages) - 1)
-    return Prediction(
+    expected = Prediction(
         seconds=point.seconds,
         parts={part.name: part.seconds for part in step_parts(question, point)},
         stages=tuple(stage.seconds for stage in point.stages),
@@ -33,11 +33,7 @@ def prediction_of(question: PlanRequest, point: Point, cluster: Cluster) -> Pred
         device=format_device_runs(point.rank_kinds) or question.machine.device.name,
         version=_version(),
     )
-
-
-def with_prediction(plan: Plan, question: PlanRequest, point: Point, cluster: Cluster) -> Plan:
-    """The plan of a point, with what is expected of it."""
-    return replace(plan, prediction=prediction_of(question, point, cluster))
+    return replace(plan, prediction=expected)
 
 
 def hash_of(cluster: Cluster) -> str:

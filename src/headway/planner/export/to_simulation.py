@@ -22,11 +22,7 @@ from headway.planner.estimate.segments import SegmentTables
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.plan_conversion import executor_lacks, point_of
 from headway.planner.search.plan_point import CopyClass, Point, uniform_class
-from headway.planner.traffic.estimate import (
-    collective_seconds,
-    collectives_of,
-    uniform_point,
-)
+from headway.planner.traffic.estimate import collective_seconds, collectives_of, uniform_point
 from headway.plans import Plan
 from headway.plans.layer_split import TENSOR
 from headway.plans.mesh import Axis, Mesh

@@ -262,11 +262,6 @@ class EliminationOrder:
     log: tuple[Elimination, ...]
     blocked: tuple[str, ...]
 
-    @property
-    def width(self) -> int:
-        """The most neighbours of a node at its elimination."""
-        return max((len(entry.neighbours) for entry in self.log if entry.rule != "edge"), default=0)
-
 
 def order_eliminations(
     scopes: Sequence[tuple[str, ...]], sizes: Mapping[str, int], budget: int

@@ -576,7 +576,6 @@ class Eliminated:
     costs: Floats
     records: tuple[EliminationRecord, ...]
     dropped: int
-    peak: int
 
     def choices(self) -> dict[str, Ints]:
         """The strategies of all rows: the choices (K,) of each node that is in a scope."""
@@ -613,7 +612,6 @@ class _Elimination:
         self.extra = len(network.tables) + len(order.steps)
         self.records: list[EliminationRecord] = []
         self.dropped = 0
-        self.peak = 1
 
     def carry_out(self, step: EliminationStep) -> None:
         """One step; more than two inputs of several rows are first summed in pairs."""
@@ -643,7 +641,7 @@ class _Elimination:
             left = [self.extra]
         costs = self.tables[left[0]].T
         found = np.isfinite(costs).all(axis=1)
-        return Eliminated(costs[found], tuple(self.records), self.dropped, self.peak)
+        return Eliminated(costs[found], tuple(self.records), self.dropped)
 
     def _make(self, step: EliminationStep, *, bounded: bool) -> None:
         given = [(self.tables[number], self.scopes[number]) for number in step.inputs]
@@ -660,7 +658,6 @@ class _Elimination:
         self.tables[step.result] = costs.reshape(len(costs), *cells, -1)
         self.scopes[step.result] = step.scope
         self.records.append(EliminationRecord(step, shape, picks.reshape(*cells, -1)))
-        self.peak = max(self.peak, picks.shape[-1])
         for number in step.inputs:
             del self.tables[number], self.scopes[number]
 

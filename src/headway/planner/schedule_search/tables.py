@@ -208,8 +208,9 @@ class _Listing:
 def earliest_starts(problem: ListProblem) -> list[float]:
     """When each cell would start if its micro-batch had the ranks to itself."""
     starts = [0.0] * len(problem.actions)
+    microbatches = [action.microbatch for action in problem.actions]
     same = [
-        [(cell, delay) for cell, delay in feeds if _same_microbatch(problem, source, cell)]
+        [(cell, delay) for cell, delay in feeds if microbatches[cell] == microbatches[source]]
         for source, feeds in enumerate(problem.feeds)
     ]
     left = [0] * len(starts)
@@ -227,14 +228,11 @@ def earliest_starts(problem: ListProblem) -> list[float]:
     return starts
 
 
-def _same_microbatch(problem: ListProblem, a: int, b: int) -> bool:
-    return problem.actions[a].microbatch == problem.actions[b].microbatch
-
-
 def random_urgency(problem: ListProblem, solo: Sequence[float], draw: random.Random) -> list[float]:
     """A rule drawn at random: a period between micro-batches, and how late weight gradients are."""
     total = max(solo)
-    period = draw.uniform(0.0, 1.2) * _work_of_a_microbatch(problem)
+    work = sum(problem.seconds) / (problem.layout.ranks * len(problem.entering))
+    period = draw.uniform(0.0, 1.2) * work
     # 10 times the total puts weight gradients behind everything else: they only fill gaps.
     late = draw.choice((0.0, draw.uniform(0.0, 0.5) * total, 10.0 * total))
     eager = draw.choice((0.0, 0.0, draw.uniform(-0.5, 0.5) * total))
@@ -246,10 +244,6 @@ def random_urgency(problem: ListProblem, solo: Sequence[float], draw: random.Ran
         + eager * (action.kind == ActionKind.FORWARD)
         for start, action in zip(solo, problem.actions, strict=True)
     ]
-
-
-def _work_of_a_microbatch(problem: ListProblem) -> float:
-    return sum(problem.seconds) / (problem.layout.ranks * len(problem.entering))
 
 
 # Steps after which late acceptance forgets a value.

@@ -103,16 +103,6 @@ def one_f_one_b_lower_bound(
     return float(max(own.max(), through + rest.max()) * (1.0 - ROUNDING))
 
 
-def indivisible_units_bound(tables: SegmentTables, degrees: Degrees) -> float:
-    """Seconds below which no step is, because units are not divided."""
-    p, pipes = degrees.pipeline, degrees.pipes
-    counts, seconds = tables.kinds
-    # Of n units of one kind some rank has at least n / p, rounded up; with copies, some ranks that
-    # have the same stages together.
-    most = (degrees.microbatches // pipes) * -(-counts * pipes // p)
-    return float((most * seconds).max())
-
-
 class SearchBounds:
     """The tables of one question, and what bounds its combinations before any is opened."""
 
@@ -147,16 +137,13 @@ class SearchBounds:
 
     def first(self, degrees: Degrees) -> tuple[float, float]:
         """Work alone, evenly spread; state, and what is kept without or with recomputation."""
-        question = self.question
         p, b = degrees.pipeline, degrees.microbatch
-        copies = question.work.optimiser.state
-        per_byte = least_state_per_byte(question.itemsize, degrees, copies)
-        state = self.held * per_byte * degrees.pipes
+        state = self.state(degrees) * degrees.pipes
         forward, backward = self._least_seconds(degrees.tensor, b)
         passes = np.array([backward, forward + backward])
         seconds = step_lower_bound(degrees, np.full(2, forward), passes)
         held = (state + b * np.array([self.kept, self.crossing])) / degrees.tensor / p
-        return lower_hull_bound(seconds, held, question.cap)
+        return lower_hull_bound(seconds, held, self.question.cap)
 
     def floor(self, degrees: Degrees) -> float:
         """Seconds below which no plan of these degrees is, whatever its cut, schedule and
@@ -214,6 +201,11 @@ class SearchBounds:
                 ]
         each = np.array([line for unit in self.row for line in known[unit.kind]])
         return each[:, :2] / self.question.work.samples, each[:, 2:]
+
+    def state(self, degrees: Degrees) -> float:
+        """Bytes of all weights, gradients and optimiser state at any moment of a step."""
+        copies = self.question.work.optimiser.state
+        return self.held * least_state_per_byte(self.question.itemsize, degrees, copies)
 
     @cached_property
     def held(self) -> int:
@@ -328,7 +320,4 @@ class LayoutBounds:
     def state(self, combination: Combination) -> float:
         """Bytes of weights, gradients and optimiser of a copy at any moment of a step, on the
         devices of one tensor rank."""
-        question = self.first.question
-        degrees, copies = combination.degrees, question.work.optimiser.state
-        per_byte = least_state_per_byte(question.itemsize, degrees, copies)
-        return self.first.held * per_byte / combination.degrees.tensor
+        return self.first.state(combination.degrees) / combination.degrees.tensor

@@ -23,14 +23,9 @@ import numpy as np
 from headway.cost.device import Array
 from headway.cost.machines import Machine
 from headway.errors import NothingFits, PlanError
-from headway.planner.estimate.degrees import (
-    Degrees,
-    combinations,
-)
+from headway.planner.estimate.degrees import Degrees, combinations
 from headway.planner.estimate.segments import SegmentTables
-from headway.planner.estimate.stage_cut import (
-    forced_stage_starts,
-)
+from headway.planner.estimate.stage_cut import forced_stage_starts
 from headway.planner.pareto.front import reduce_front
 from headway.planner.search.bounds import LayoutBounds, SearchBounds
 from headway.planner.search.candidate import FINER, Picks, PlanCandidate, ShareCandidate

@@ -43,7 +43,6 @@ from headway.planner.estimate.stage_cut import (
     unnameable_units,
 )
 from headway.planner.search.bounds import (
-    indivisible_units_bound,
     lower_hull_bound,
     one_f_one_b_lower_bound,
     step_lower_bound,
@@ -174,7 +173,13 @@ class PlanCandidate:
 
     @cached_property
     def _indivisible(self) -> float:
-        return indivisible_units_bound(self.tables, self.degrees)
+        """Seconds below which no step is, because units are not divided."""
+        p, pipes = self.degrees.pipeline, self.degrees.pipes
+        counts, seconds = self.tables.kinds
+        # Of n units of one kind some rank has at least n / p, rounded up; with copies, some ranks
+        # that have the same stages together.
+        most = (self.degrees.microbatches // pipes) * -(-counts * pipes // p)
+        return float((most * seconds).max())
 
     def _enough(self, cap: float, known: float) -> bool:
         """Whether there may be a plan within `cap` that is faster than `known`."""

@@ -44,25 +44,23 @@ def operator_choices(tables: SegmentTables, point: Point) -> tuple[OperatorChoic
     Args:
         tables: Of the point's tensor degree and micro-batch, `PlanSearch.tables_at`.
     """
-    return tuple(
-        _choice(tables, number, operator, rule)
-        for number, stage in enumerate(point.stages)
-        for operator, rule in _rules(tables, point, stage)
-    )
-
-
-def _choice(tables: SegmentTables, stage: int, operator: Operator, rule: Rule) -> OperatorChoice:
-    held, summed = parameter_bytes(tables.setting, operator, rule)
-    passes = "pass" if "P" in rule.outputs else "replicate"
-    return OperatorChoice(
-        stage=stage,
-        operator=operator.name,
-        module=operator.module,
-        kind=operator.kind,
-        how=f"split:{rule.axis}" if rule.axis else passes,
-        parameters=held,
-        summed=sum(summed),
-    )
+    found = []
+    for number, stage in enumerate(point.stages):
+        for operator, rule in _rules(tables, point, stage):
+            held, summed = parameter_bytes(tables.setting, operator, rule)
+            passes = "pass" if "P" in rule.outputs else "replicate"
+            found.append(
+                OperatorChoice(
+                    stage=number,
+                    operator=operator.name,
+                    module=operator.module,
+                    kind=operator.kind,
+                    how=f"split:{rule.axis}" if rule.axis else passes,
+                    parameters=held,
+                    summed=sum(summed),
+                )
+            )
+    return tuple(found)
 
 
 def _rules(

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -54,7 +54,7 @@ class PlanRequest:
     """What is asked.
 
     Attributes:
-        machine: Of the devices; of groups that of the first, see `request_of_groups`.
+        machine: Of the devices; of groups that of the first.
         devices: Numbers of devices that may be used, ascending; empty: each of the groups whole or
             not at all.
         memory: Bytes of a device that a plan may use; None: the device's.
@@ -191,11 +191,6 @@ class PlanRequest:
             known = self.priced_devices
             return seconds * sum(n * (prices[kind] if known else 1.0) for kind, n in amounts)
         return devices * seconds * (1.0 if self.price is None else self.price / 3600.0)
-
-
-def request_of_groups(groups: Sequence[DeviceGroup], **asked: Any) -> PlanRequest:
-    """A request on groups of devices; what else is asked as for `PlanRequest`."""
-    return PlanRequest(machine=groups[0].machine, groups=tuple(groups), **asked)
 
 
 KINDS = ("replicate", "split", "stage")
