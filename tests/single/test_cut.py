@@ -13,10 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from headway.errors import PlanError
-from headway.parallel import cut, list_units
+from headway.parallel import cut, list_units, record_call
 from headway.parallel.pipeline.partition.cut import run_stages
 from headway.parallel.pipeline.partition.stage_modules import balanced_partition
-from headway.parallel.stages import record_call
 from headway.workloads.transformer import TransformerConfig, TransformerLM
 
 DATA = (torch.randn(4, 8), torch.randint(4, (4,)))

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from headway.errors import PlanError, RecipeError, RunError
-from headway.parallel import cut, cut_module_chain
+from headway.parallel import cut, cut_module_chain, record_call
 from headway.parallel.pipeline.partition.cut import run_stages
-from headway.parallel.stages import ModelProxy, StageCompleted, record_call
+from headway.parallel.stages import ModelProxy, StageCompleted
 
 DATA = (torch.randn(4, 8), torch.randint(4, (4,)))
 

@@ -212,7 +212,7 @@ def test_only_versions_that_are_still_needed_are_kept():
     plan = WeightVersionPlan(table, 0)
     computes = [n for n, a in enumerate(row) if a.kind != ActionKind.STEP]
     assert [plan.version(n) for n in computes] == [0, 0, 0, 1, 0, 1]
-    assert [plan.ended(n) for n in (3, 6)] == [0, 1]
+    assert [plan.version(n) for n in (3, 6)] == [0, 1]
     assert {n: plan.dropped(n) for n in computes if plan.dropped(n)} == {5: [0], 7: [1]}
     flushed = make_schedule("1f1b", stages=2, microbatches=4)
     plan = WeightVersionPlan(flushed, 0)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from headway.errors import PlanError, RunError
+from headway.parallel import record_call
 from headway.parallel.fsdp import defer_gradient_sync, explain_fsdp_conflicts
 from headway.parallel.pipeline.partition.tracing import preserve_model_state
 from headway.parallel.pipeline.runtime.executor import PipelineCallbacks, PipelineRanks
@@ -36,7 +37,6 @@ from headway.parallel.stages import (
     TreeSpec,
     flatten,
     is_payload,
-    record_call,
 )
 from headway.schedule.csv_format import to_torch_csv
 from headway.schedule.lowering import lower

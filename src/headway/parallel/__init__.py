@@ -6,7 +6,13 @@ shards parameters, gradients and optimiser state.
 """
 
 from headway.parallel.pipeline.data_parallel import StageGradientSync
-from headway.parallel.pipeline.partition.cut import cut, cut_module_chain, list_units, run_stages
+from headway.parallel.pipeline.partition.cut import (
+    cut,
+    cut_module_chain,
+    list_units,
+    record_call,
+    run_stages,
+)
 from headway.parallel.pipeline.partition.stage_modules import balanced_partition
 from headway.parallel.pipeline.runtime.executor import (
     GradientSync,
@@ -26,7 +32,6 @@ from headway.parallel.stages import (
     Stage,
     StageInput,
     StageOutput,
-    record_call,
 )
 
 __all__ = [

@@ -350,8 +350,7 @@ def explain_fsdp_conflicts(schedule: PipelineSchedule, stages: ModelStages, rank
     # `Pipeline` reports a table for another number of stages by itself.
     if stages.unlike(schedule):
         return []
-    hosted = sorted({stage for _, stage in schedule.hosted(rank)})
-    split = [stage for stage in hosted if fsdp_modules_in(stages[stage].module)]
+    split = [stage for stage in schedule.stages_on(rank) if fsdp_modules_in(stages[stage].module)]
     summed = {action.stage for action in schedule.order[rank] if action.kind == ActionKind.SYNC}
     problems = [
         f"stage {stage} is wrapped by fully_shard, and the table has no SYNC of it: lower(..., "

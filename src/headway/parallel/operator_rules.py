@@ -8,6 +8,7 @@ function of torch and the arguments of that function.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -43,7 +44,8 @@ _LAYERS: dict[str, OperatorRule] = {
     "elementwise": alignment.elementwise,
     "embedding": layers.embedding, "layer_norm": layers.layer_norm, "rms_norm": layers.rms_norm,
     "cross_entropy": layers.cross_entropy, "mse_loss": layers.mse_loss, "mean": layers.mean,
-    "var": layers.var, "softmax": layers.softmax, "log_softmax": layers.log_softmax,
+    "var": layers.var, "softmax": layers.softmax,
+    "log_softmax": partial(layers.softmax, logarithm=True),
     "linear": layers.linear, "addmm": layers.addmm, "matmul": layers.matmul,
     "einsum": layers.einsum, "attention": layers.attention,
     "multi_head_attention": layers.multi_head_attention,

@@ -20,7 +20,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from types import FrameType
@@ -278,41 +278,6 @@ class ModelProxy:
         return value
 
 
-def record_call(loss: LossFunction, model: nn.Module, data: Any) -> ModelCall:
-    """What a loss calls the model with; nothing behind the call is run.
-
-    Args:
-        model: The whole model; it is not run.
-
-    Raises:
-        RecipeError: The loss does not call the model, or uses it in another way.
-    """
-    found: list[ModelCall] = []
-
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found.append(ModelCall.of(args, kwargs))
-        raise StageCompleted
-
-    ModelProxy(model, run).compute(loss, data)
-    return found[0]
-
-
-def check_structure(call: ModelCall, expected: TreeSpec) -> None:
-    """Refuse a call that differs from that by which the model was cut in more than its leaves.
-
-    Raises:
-        RunError: It does.
-    """
-    if call.structure != expected:
-        raise RunError(
-            "the loss calls the model in another way than with the first micro-batch",
-            where=user_line(),
-            why="The stages were made for the same arguments, the same keys of dicts and the same "
-            "flags; only the sizes of tensors, and numbers, may change.",
-            fix="Call the model alike for every micro-batch.",
-        )
-
-
 def user_line() -> str:
     """File and line of the innermost frame that is neither torch's nor of this folder."""
     frame: FrameType | None = sys._getframe(1)
@@ -485,17 +450,15 @@ class ModelStages:
             RunError: The call is of another form than the one by which the model was cut.
         """
         call = ModelCall.of(args, kwargs)
-        check_structure(call, self.structure)
+        if call.structure != self.structure:
+            raise RunError(
+                "the loss calls the model in another way than with the first micro-batch",
+                where=user_line(),
+                why="The stages were made for the same arguments, the same keys of dicts and the "
+                "same flags; only the sizes of tensors, and numbers, may change.",
+                fix="Call the model alike for every micro-batch.",
+            )
         return call.leaves
-
-    def with_flags(self, alters: Mapping[int, bool], updates: Mapping[int, bool]) -> ModelStages:
-        """The same stages, with what has been seen of them."""
-        return replace(
-            self,
-            stages=tuple(
-                replace(s, alters=alters[s.number], updates=updates[s.number]) for s in self.stages
-            ),
-        )
 
 
 @contextmanager

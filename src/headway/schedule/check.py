@@ -28,7 +28,6 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import NamedTuple
 
 from headway.errors import PlanError
@@ -518,7 +517,10 @@ def _wrong_group(cells: list[TableCell], *, flush: bool) -> Iterator[Violation]:
     if syncs:
         yield from _early("sync", syncs[0], gradients)
     if waits:
-        yield from _wrong_wait(waits[0], syncs)
+        if not syncs:
+            text = "there is no SYNC to wait for; add one behind the gradients"
+            yield cell_violation("sync", waits[0], text)
+        yield from _early("sync", waits[0], syncs[:1])
     elif syncs:
         yield cell_violation(
             "sync", syncs[0], "nothing waits for its end; add WAIT before the STEP"
@@ -542,15 +544,6 @@ def _early(rule: str, cell: TableCell, others: list[TableCell]) -> Iterator[Viol
         yield cell_violation(rule, cell, text)
 
 
-def _wrong_wait(wait: TableCell, syncs: list[TableCell]) -> Iterator[Violation]:
-    if not syncs:
-        yield cell_violation(
-            "sync", wait, "there is no SYNC to wait for; add one behind the gradients"
-        )
-    else:
-        yield from _early("sync", wait, syncs[:1])
-
-
 def _uneven(table: CellIndex, stage: int, kind: ActionKind, least: int) -> Iterator[Violation]:
     """Copies with fewer SYNCs or STEPs than another one, or than there must be."""
     numbers = {
@@ -561,8 +554,10 @@ def _uneven(table: CellIndex, stage: int, kind: ActionKind, least: int) -> Itera
     # With a flush repeated ones are reported as duplicates: then one is enough.
     wanted = min(most, 1) if table.schedule.flush else most
     for rank, number in numbers.items():
-        action = Action(kind, _pipe_of(table, rank, stage), stage)
-        if number < max(wanted, least) and key_of(action) not in table.elsewhere:
+        if number >= max(wanted, least):
+            continue
+        action = Action(kind, table.schedule.stages_on(rank)[stage], stage)
+        if key_of(action) not in table.elsewhere:
             why = "every stage must be updated"
             if most:
                 fullest = next(r for r, n in numbers.items() if n == most)
@@ -570,12 +565,6 @@ def _uneven(table: CellIndex, stage: int, kind: ActionKind, least: int) -> Itera
             yield missing_violation(
                 rank, action, f"{why}; add it behind the gradients of the stage"
             )
-
-
-def _pipe_of(table: CellIndex, rank: int, stage: int) -> str:
-    """The first pipe whose copy of a stage is on a rank."""
-    pipes = table.schedule.pipes
-    return next(pipe.name for pipe in pipes if pipe.placement[stage] == rank)
 
 
 def _unsummed(table: CellIndex, stage: int) -> Iterator[Violation]:
@@ -591,66 +580,37 @@ def _unsummed(table: CellIndex, stage: int) -> Iterator[Violation]:
 
 def find_wrong_versions(table: CellIndex) -> Iterator[Violation]:
     """Versions that are not said, not there yet, too old, or not those of the forward."""
-    if table.schedule.flush:
-        yield from _superfluous(table)
-        return
     for cells in table.of_stage.values():
         steps = 0  # of this stage on this rank, so far: the newest version that exists
         for cell in cells:
-            if cell.action.kind in STAGE_KINDS:
-                yield from _wrong_number(cell, steps + 1)
-                steps += cell.action.kind == ActionKind.STEP
-            elif cell.action.version == NO_NUMBER:
-                text = f"weights change without a flush; say which are used: @{steps} or older"
+            if text := _wrong_version(table, cell.action, steps):
                 yield cell_violation("version", cell, text)
-            elif cell.action.kind == ActionKind.FORWARD:
-                yield from _not_there(cell, steps)
-            else:
-                # One report for a cell: a version that is not the forward's need not be judged by
-                # its age.
-                yield from _not_that_of_the_forward(cell, table) or _too_old(
-                    cell, steps, table.schedule.stages
-                )
+            steps += cell.action.kind == ActionKind.STEP
 
 
-def _superfluous(table: CellIndex) -> Iterator[Violation]:
-    for cells in table.of_stage.values():
-        for cell in cells:
-            if cell.action.version != NO_NUMBER:
-                text = "with a flush there is one version of the weights; remove the @"
-                yield cell_violation("version", cell, text)
-
-
-def _wrong_number(cell: TableCell, number: int) -> Iterator[Violation]:
-    """A STEP may say which version it makes, its SYNC and WAIT too."""
-    if cell.action.version not in (NO_NUMBER, number):
-        yield cell_violation("version", cell, f"the version made here is {number}; write @{number}")
-
-
-def _not_there(cell: TableCell, steps: int) -> Iterator[Violation]:
-    if cell.action.version > steps:
-        text = f"version {cell.action.version} is not there after {steps} STEPs of the stage"
-        yield cell_violation("version", cell, f"{text}; use @{steps} or older")
-
-
-def _not_that_of_the_forward(cell: TableCell, table: CellIndex) -> list[Violation]:
-    action = cell.action
+def _wrong_version(table: CellIndex, action: Action, steps: int) -> str:
+    """What is wrong with the version of an action after so many STEPs; empty: nothing."""
+    version = action.version
+    if table.schedule.flush:
+        superfluous = "with a flush there is one version of the weights; remove the @"
+        return "" if version == NO_NUMBER else superfluous
+    if action.kind in STAGE_KINDS:
+        # A STEP may say which version it makes, its SYNC and WAIT too.
+        right = version in (NO_NUMBER, steps + 1)
+        return "" if right else f"the version made here is {steps + 1}; write @{steps + 1}"
+    if version == NO_NUMBER:
+        return f"weights change without a flush; say which are used: @{steps} or older"
+    if action.kind == ActionKind.FORWARD:
+        late = f"version {version} is not there after {steps} STEPs of the stage; "
+        return "" if version <= steps else f"{late}use @{steps} or older"
     forward = table.forward(action.pipe, action.stage, action.microbatch)
-    if forward and forward.action.version not in (NO_NUMBER, action.version):
-        version = forward.action.version
-        return [
-            cell_violation("version", cell, f"its forward used version {version}; write @{version}")
-        ]
-    return []
-
-
-def _too_old(cell: TableCell, steps: int, stages: int) -> list[Violation]:
+    if forward and forward.action.version not in (NO_NUMBER, version):
+        used = forward.action.version
+        return f"its forward used version {used}; write @{used}"
     # On PipeDream's first stage D - 1 STEPs happen between a forward and its gradient.
-    age, most = steps - cell.action.version, max(1, stages - 1)
-    if age <= most:
-        return []
-    text = f"its weights are {age} steps old, the most is {most}; use a newer version"
-    return [cell_violation("version", cell, text)]
+    age, most = steps - version, max(1, table.schedule.stages - 1)
+    old = f"its weights are {age} steps old, the most is {most}; use a newer version"
+    return "" if age <= most else old
 
 
 _ROUNDING = 1e-9  # Three stages on a rank make shares of 1/3.
@@ -679,29 +639,6 @@ def find_excess_activations(table: CellIndex) -> Iterator[Violation]:
                 live -= 1
 
 
-SCHEDULE_RULES: Mapping[str, str] = MappingProxyType(
-    {
-        "pipes": "pipes have one length, existing ranks, and micro-batches of their own",
-        "malformed": "an action has the parts of its kind",
-        "unknown-pipe": "the pipe of an action exists",
-        "unknown-stage": "its stage exists",
-        "unknown-microbatch": "its micro-batch goes through its pipe",
-        "wrong-rank": "it stands on the rank of its stage",
-        "duplicate": "it occurs once",
-        "missing": "nothing is missing: F, and B or I and W; messages; SYNC and STEP of all copies",
-        "mixed-backward": "a backward is one B, or one I and one W",
-        "order": "an action stands behind what it needs of its own rank",
-        "deadlock": "ranks do not wait for each other in a circle",
-        "message-edge": "messages go between stages on two ranks that pass something",
-        "message-order": "SEND behind its result; POST, RECV and use in this order",
-        "lane-order": "messages are posted in the order sent (for transports without tags)",
-        "sync": "SYNC behind the last gradient, WAIT behind it; copies are summed",
-        "step": "STEP behind everything of its stage, and one for every gradient",
-        "version": "weights exist, are not too old, and are those of the forward",
-        "memory": "at most `most_activations` are held on a rank",
-    }
-)
-"""Name of each rule, and what it demands."""
 _MOST = 12
 """Problems that one message shows."""
 
@@ -709,7 +646,7 @@ _MOST = 12
 def schedule_violations(
     schedule: PipelineSchedule, *, transport_has_tags: bool = True
 ) -> tuple[Violation, ...]:
-    """Everything that is wrong with a table, by `SCHEDULE_RULES`.
+    """Everything that is wrong with a table.
 
     Messages are checked where the table has any; SYNC, WAIT and STEP likewise.
 

@@ -1,4 +1,4 @@
-"""Pipeline schedules as CSV files: headway's dialect, torch's dialect, and how two tables differ.
+"""Pipeline schedules as CSV files, in headway's dialect and in torch's.
 
 One row per rank, cells like d0.s2.F.5. Header entries in comment lines say what the cells do
 not; their keys are the attributes of `PipelineSchedule`, and what has its default is left out:
@@ -26,7 +26,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -586,45 +585,3 @@ def _inferred(cells: Cells, problems: list[CsvProblem]) -> tuple[SchedulePipe, .
     # A pipe lists its micro-batches as they enter it, which is the order of stage 0's forwards.
     microbatches = (*entering, *sorted(others - entering.keys()))
     return (SchedulePipe(name, tuple(place[stage] for stage in sorted(place)), microbatches),)
-
-
-def difference(a: PipelineSchedule, b: PipelineSchedule) -> list[str]:
-    """In what two schedules differ: their facts, and the first differing cell of each rank.
-
-    Returns:
-        One line per difference; empty: they are equal (their slots are not looked at).
-    """
-    lines = [
-        f"{fact}: {getattr(a, fact)!r}, {getattr(b, fact)!r}"
-        for fact in (
-            "name",
-            "recompute",
-            "blockwise",
-            "halves",
-            "flush",
-            "skips",
-            "most_activations",
-        )
-        if getattr(a, fact) != getattr(b, fact)
-    ]
-    for one, other in zip_longest(a.pipes, b.pipes):
-        if one != other:
-            lines.append(f"pipe: {_shown(one)}, {_shown(other)}")
-    for rank, (row, other_row) in enumerate(zip_longest(a.order, b.order)):
-        if row != other_row:
-            lines.append(_first_difference(rank, row, other_row))
-    return lines
-
-
-def _shown(pipe: SchedulePipe | None) -> str:
-    return repr(pipe) if pipe else "none"
-
-
-def _first_difference(
-    rank: int, row: tuple[Action, ...] | None, other: tuple[Action, ...] | None
-) -> str:
-    if row is None or other is None:
-        return f"rank {rank} is only in the {'second' if row is None else 'first'}"
-    pairs = enumerate(zip_longest(row, other))
-    position, (one, two) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
-    return f"rank {rank}, cell {position}: {one or 'the end'}, {two or 'the end'}"

@@ -13,7 +13,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from headway.schedule.pipeline_schedule import COMPUTE_KINDS, Action, ActionKind, PipelineSchedule
+from headway.schedule.pipeline_schedule import (
+    BACKWARD_KINDS,
+    COMPUTE_KINDS,
+    Action,
+    ActionKind,
+    PipelineSchedule,
+)
 from headway.schedule.timing import ScheduleTiming
 from headway.timeline import Span, Timeline
 
@@ -59,9 +65,9 @@ def draw_timed(
     # Cells of one column are then the shortest ones, and none is left out.
     column = unit or _shortest(timing)
     rows: list[dict[int, str]] = []
-    for actions, starts, ends in zip(timing.order, timing.starts, timing.ends, strict=True):
+    for rank in range(len(timing.order)):
         cells: dict[int, str] = {}
-        for action, start, end in zip(actions, starts, ends, strict=True):
+        for action, start, end in timing.row(rank):
             if action.kind in COMPUTE_KINDS:
                 first, last = _rounded(start / column), _rounded(end / column)
                 text = write(action)
@@ -94,8 +100,8 @@ def legend(schedule: PipelineSchedule) -> str:
 def _shortest(timing: ScheduleTiming) -> float:
     times = [
         end - start
-        for row, starts, ends in zip(timing.order, timing.starts, timing.ends, strict=True)
-        for action, start, end in zip(row, starts, ends, strict=True)
+        for rank in range(len(timing.order))
+        for action, start, end in timing.row(rank)
         if action.kind in COMPUTE_KINDS and end > start
     ]
     return min(times, default=1.0)
@@ -147,15 +153,10 @@ def _lines(rows: Sequence[Mapping[int, str]]) -> str:
 
 TIMELINE_KINDS: Mapping[ActionKind, str] = {
     ActionKind.FORWARD: "forward",
-    ActionKind.BACKWARD: "backward",
-    ActionKind.INPUT_GRAD: "backward",
-    ActionKind.WEIGHT_GRAD: "backward",
+    **dict.fromkeys(BACKWARD_KINDS, "backward"),
     ActionKind.STEP: "update",
-    ActionKind.SYNC: "exchange",
-    ActionKind.SEND: "exchange",
-    ActionKind.POST: "exchange",
-    ActionKind.RECV: "wait",
-    ActionKind.WAIT: "wait",
+    **dict.fromkeys((ActionKind.SYNC, ActionKind.SEND, ActionKind.POST), "exchange"),
+    **dict.fromkeys((ActionKind.RECV, ActionKind.WAIT), "wait"),
 }
 """What a timeline calls each action; all of them occupy the compute lane."""
 
@@ -184,8 +185,7 @@ def timing_timeline(timing: ScheduleTiming) -> Timeline:
 
 def _compute(timing: ScheduleTiming, rank: int) -> Iterator[Span]:
     before = 0.0
-    rows = zip(timing.order[rank], timing.starts[rank], timing.ends[rank], strict=True)
-    for action, start, end in rows:
+    for action, start, end in timing.row(rank):
         # A rank has waited since its last action ended, not only since the wait was reached.
         begin = before if TIMELINE_KINDS[action.kind] == "wait" else start
         if end > begin:

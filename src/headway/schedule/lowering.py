@@ -308,8 +308,9 @@ def _with_syncs(
         return replace(schedule, order=tuple(map(_before_steps, bare.order)))
     bare = _without(schedule, STAGE_KINDS)
     eager = eager_stages(bare, sync, costs)
+    # In the order of stages on every rank, so that copies start their all-reduces in one order.
     rows = (
-        _around(actions, _hosted(bare, rank), eager[rank])
+        _around(actions, bare.stages_on(rank), eager[rank])
         for rank, actions in enumerate(bare.order)
     )
     return replace(schedule, order=tuple(rows))
@@ -322,15 +323,6 @@ def _before_steps(actions: tuple[Action, ...]) -> tuple[Action, ...]:
             row += [replace(action, kind=ActionKind.SYNC), replace(action, kind=ActionKind.WAIT)]
         row.append(action)
     return tuple(row)
-
-
-def _hosted(schedule: PipelineSchedule, rank: int) -> dict[int, str]:
-    """The stages of a rank in order, each with the first pipe that brings it there."""
-    found: dict[int, str] = {}
-    for pipe, stage in schedule.hosted(rank):
-        found.setdefault(stage, pipe)
-    # In the order of stages on every rank, so that copies start their all-reduces in one order.
-    return dict(sorted(found.items()))
 
 
 def _around(

@@ -222,6 +222,13 @@ class PipelineSchedule:
             if place == rank
         )
 
+    def stages_on(self, rank: int) -> dict[int, str]:
+        """The stages of a rank, ascending, each with the first pipe that brings it there."""
+        found: dict[int, str] = {}
+        for pipe, stage in self.hosted(rank):
+            found.setdefault(stage, pipe)
+        return dict(sorted(found.items()))
+
     def holders(self, stage: int) -> tuple[int, ...]:
         """Ranks that hold a copy of a stage: they sum its gradients."""
         return tuple(sorted({pipe.placement[stage] for pipe in self.pipes}))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from headway.schedule.pipeline_schedule import Action, ActionKind
 
@@ -108,20 +109,10 @@ class StageCosts:
 
     def halved(self) -> StageCosts:
         """Of half a micro-batch, for tables with `halves`; all-reduces and weights stay."""
-
-        def half(values: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(value / 2 for value in values)
-
         # Overhead and latency stay: they are paid per action and per message, whatever the size.
-        return replace(
-            self,
-            forward=half(self.forward),
-            input_grad=half(self.input_grad),
-            weight_grad=half(self.weight_grad),
-            message=half(self.message),
-            activation=half(self.activation),
-            kept=half(self.kept),
-        )
+        names = ("forward", "input_grad", "weight_grad", "message", "activation", "kept")
+        halves: dict[str, Any] = {n: tuple(v / 2 for v in getattr(self, n)) for n in names}
+        return replace(self, **halves)
 
     def seconds(self, action: Action, rank: int, *, recompute: bool) -> float:
         """Of an action of compute on a rank; 0 for everything else.

@@ -173,7 +173,8 @@ def measure_schedule(
         weights=tuple(
             sum(
                 costs.weight[stage] * versions[rank].get(stage, 1)
-                for stage in _held(schedule, rank)
+                # Two pipes that bring the same stage to a rank share its weights.
+                for stage in schedule.stages_on(rank)
             )
             for rank in range(schedule.ranks)
         ),
@@ -220,11 +221,6 @@ def _peak(
         peak = max(peak, held)
         held -= frees.get(action.kind, 0.0) * whole  # after the peak: it is held while it runs
     return peak
-
-
-def _held(schedule: PipelineSchedule, rank: int) -> set[int]:
-    """Stages on a rank; two pipes that bring the same stage there share its weights."""
-    return {stage for _, stage in schedule.hosted(rank)}
 
 
 def _versions(actions: tuple[Action, ...]) -> dict[int, int]:

@@ -300,15 +300,18 @@ class ScheduleTiming:
     sync_spans: tuple[AllReduceSpan, ...]
     makespan: float
 
+    def row(self, rank: int) -> Iterator[tuple[Action, float, float]]:
+        """The actions of a rank with start and end."""
+        return zip(self.order[rank], self.starts[rank], self.ends[rank], strict=True)
+
     def compute_end(self, rank: int) -> float:
         """End of the last F, B, I or W of a rank; 0 if it has none."""
-        pairs = zip(self.order[rank], self.ends[rank], strict=True)
-        return max((end for action, end in pairs if action.kind in COMPUTE_KINDS), default=0.0)
+        ends = (end for action, _, end in self.row(rank) if action.kind in COMPUTE_KINDS)
+        return max(ends, default=0.0)
 
     def busy(self, rank: int) -> float:
         """Time that a rank spends in F, B, I and W, with their overhead."""
-        rows = zip(self.order[rank], self.starts[rank], self.ends[rank], strict=True)
-        return sum(end - start for action, start, end in rows if action.kind in COMPUTE_KINDS)
+        return sum(b - a for action, a, b in self.row(rank) if action.kind in COMPUTE_KINDS)
 
 
 def time_schedule(

@@ -46,10 +46,10 @@ def fill_with_weight_gradients(
         PlanError: The given table has messages or no flush, cannot be executed, or needs more
             memory than the bound even if every W follows its I at once.
     """
-    _check(schedule, costs, most_activations)
+    tight = replace(schedule, order=tuple(tuple(_split(row)) for row in schedule.order), slots=None)
+    _check(schedule, max(peak_activations(tight, costs)), most_activations)
     given = max(peak_activations(schedule, costs))
     most = given if most_activations is None else most_activations
-    tight = replace(schedule, order=tuple(tuple(_split(row)) for row in schedule.order), slots=None)
     # All fillings are orders of the same cells, which are wired once.
     timer = ScheduleTimer(tight, costs)
     orders: list[Order] = [timer.wiring.order]
@@ -70,14 +70,12 @@ def declare_activations(schedule: PipelineSchedule) -> PipelineSchedule:
     return replace(schedule, most_activations=max(peak_activations(schedule, equal)))
 
 
-def _check(schedule: PipelineSchedule, costs: StageCosts, most: float | None) -> None:
+def _check(schedule: PipelineSchedule, needed: float, most: float | None) -> None:
     problems = []
     if not schedule.flush:
         problems.append("it has no flush: the optimiser's steps wait for weight gradients")
     elif any(action.kind not in COMPUTE_KINDS for _, action in schedule.actions()):
         problems.append("it has messages or all-reduces already; fill it before `lower`")
-    rows = tuple(tuple(_split(row)) for row in schedule.order)
-    needed = max(peak_activations(replace(schedule, order=rows), costs))
     if most is not None and needed > most + _ROUNDING:
         problems.append(f"it holds {needed:g} activations on a rank, at most {most:g} are allowed")
     if problems:

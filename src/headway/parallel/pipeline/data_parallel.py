@@ -19,7 +19,7 @@ nowhere in the model. Source: Rajbhandari et al. 2020 (ZeRO), section 5.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -202,7 +202,7 @@ class StageGradientSync:
                 problems=problems,
                 fix="Make the table for this cut, or cut the model into as many stages.",
             )
-        own = sorted({stage for _, stage in schedule.hosted(team.rank)})
+        own = list(schedule.stages_on(team.rank))
         places = {stage: dict(fsdp_parameters_in(stages[stage].module)) for stage in own}
         if copies is None and any(places.values()):
             raise PlanError(
@@ -217,7 +217,13 @@ class StageGradientSync:
         self._at: dict[int, list[_FlatAllReduce | ShardedGradientSync]] = {
             stage: [] for stage in own
         }
-        contributors = _Contributors(schedule, copies or [team.ranks])
+
+        def contributors(where: StagesUsing) -> tuple[int, ...]:
+            """All ranks that hold one of these stages: their gradients belong together."""
+            holders = {holder for stage in where for holder in schedule.holders(stage)}
+            pipelines = copies or [team.ranks]
+            return tuple(sorted({ranks[holder] for ranks in pipelines for holder in holders}))
+
         plain, sharded = _by_ranks(stages, places, contributors)
         groups = _new_groups([*plain, *sharded])
         order = [a.stage for a in schedule.order[team.rank] if a.kind == ActionKind.SYNC]
@@ -247,27 +253,10 @@ class StageGradientSync:
             part.wait()
 
 
-class _Contributors:
-    """Whose gradients belong together.
-
-    Args:
-        copies: The ranks of every copy of the pipeline.
-    """
-
-    def __init__(self, schedule: PipelineSchedule, copies: Sequence[tuple[int, ...]]) -> None:
-        self._schedule = schedule
-        self._copies = copies
-
-    def of(self, where: StagesUsing) -> tuple[int, ...]:
-        """All ranks that hold one of these stages."""
-        holders = {rank for stage in where for rank in self._schedule.holders(stage)}
-        return tuple(sorted({copy[rank] for copy in self._copies for rank in holders}))
-
-
 def _by_ranks(
     stages: ModelStages,
     places: Mapping[int, Mapping[str, ShardedParameterSite]],
-    contributors: _Contributors,
+    contributors: Callable[[StagesUsing], tuple[int, ...]],
 ) -> tuple[
     dict[ReductionGroup, dict[str, nn.Parameter]], dict[ReductionGroup, list[ShardedParameterSite]]
 ]:
@@ -278,11 +267,10 @@ def _by_ranks(
     sharded: dict[ReductionGroup, list[ShardedParameterSite]] = {}
     for name, where in stages.users.items():
         here = [stage for stage in where if stage in places]
+        ranks = contributors(where)
         if here and name not in shards:
-            key = where, contributors.of(where)
-            plain.setdefault(key, {})[name] = stages[where[0]].parameters[name]
+            plain.setdefault((where, ranks), {})[name] = stages[where[0]].parameters[name]
         elif here:
-            ranks = contributors.of(where)
             equal = tuple(r for r in ranks if everywhere[r].get(name) == shards[name])
             sharded.setdefault((where, equal), []).append(places[here[0]][name])
     return plain, sharded
@@ -337,17 +325,10 @@ class _FlatAllReduce:
         self._works, self._flats = [], {}
 
 
-def _fuse(parameters: Iterable[nn.Parameter]) -> Tensor:
+def _fuse(chosen: Sequence[nn.Parameter]) -> Tensor:
     """All gradients one after the other, this rank's parts of them, then a flag for each."""
-    chosen = list(parameters)
-    parts = [
-        (
-            local_part_like(torch.zeros_like(p), p)
-            if p.grad is None
-            else local_part_like(p.grad, p)
-        ).reshape(-1)
-        for p in chosen
-    ]
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in chosen]
+    parts = [local_part_like(g, p).reshape(-1) for g, p in zip(gradients, chosen, strict=True)]
     flags = torch.tensor([float(p.grad is not None) for p in chosen], dtype=parts[0].dtype)
     return torch.cat([*parts, flags.to(parts[0].device)])
 

@@ -14,9 +14,10 @@ number on p ranks therefore counts p times: divide by p, and add gradients over 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -208,9 +209,16 @@ def _copy(
 
 
 def _narrow(part: Tensor, held: Box, box: Box, needs: Sequence[RangeExchange]) -> Tensor:
-    for need, have, want in zip(needs, held, box, strict=True):
+    return narrow_to_box(part, held, box, [need.dim for need in needs])
+
+
+def narrow_to_box(
+    part: Tensor, held: Sequence[Range], box: Sequence[Range], dims: Iterable[int]
+) -> Tensor:
+    """The view of a box, of a part that covers it; a range for each of the dimensions."""
+    for dim, have, want in zip(dims, held, box, strict=True):
         if have != want:
-            part = part.narrow(need.dim, want[0] - have[0], range_length(want))
+            part = part.narrow(dim, want[0] - have[0], range_length(want))
     return part
 
 
@@ -371,10 +379,7 @@ class BoxRedistribution:
 
 
 def _within(x: Tensor, held: Box, box: Box) -> Tensor:
-    for dim, (have, want) in enumerate(zip(held, box, strict=True)):
-        if have != want:
-            x = x.narrow(dim, want[0] - have[0], range_length(want))
-    return x
+    return narrow_to_box(x, held, box, range(x.ndim))
 
 
 class _Moved(Function):
@@ -447,34 +452,17 @@ def _fetched(
     return box, kept
 
 
-@dataclass(frozen=True, slots=True)
-class _Recipe:
-    """How to lay out a box again, from parts that are alive anyway and thin halos."""
-
-    pieces: list[BoxPiece]
-    needs: tuple[RangeExchange, ...]
-    fill: float
-    version: int
-
-    def make(self) -> Tensor:
-        if self.pieces[0].part._version != self.version:
-            raise RunError(
-                "a split activation was changed in place after an operator had saved it",
-                why="backward would compute with the changed numbers",
-                fix="Use the operator behind it without inplace=True.",
-            )
-        return assemble_box(self.pieces, self.needs, self.fill)
-
-
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """Of a box of which backward needs no entry, as of poolings."""
-
-    like: Tensor
-    shape: torch.Size
-
-    def make(self) -> Tensor:
-        return self.like.expand(self.shape)
+def _lay_out_again(
+    pieces: list[BoxPiece], needs: Sequence[RangeExchange], fill: float, version: int
+) -> Tensor:
+    """A box, from parts that are alive anyway and thin halos."""
+    if pieces[0].part._version != version:
+        raise RunError(
+            "a split activation was changed in place after an operator had saved it",
+            why="backward would compute with the changed numbers",
+            fix="Use the operator behind it without inplace=True.",
+        )
+    return assemble_box(pieces, needs, fill)
 
 
 @contextmanager
@@ -493,19 +481,19 @@ def fetch_for_operator(
         yield x
         return
     box, pieces = _fetched(x, needs, fill)
-    kept: _Recipe | _Sizes = _Recipe(pieces, tuple(needs), fill, x._version)
+    again: Callable[[], Tensor] = partial(_lay_out_again, pieces, needs, fill, x._version)
     if not values:
         # An expanded element has the shape of the box and none of its memory.
-        kept = _Sizes(x.new_empty(1), box.shape)
+        again = partial(x.new_empty(1).expand, box.shape)
     place, shape, stride = _place(box), box.shape, box.stride()
 
-    def pack(saved: Tensor) -> Tensor | _Recipe | _Sizes:
+    def pack(saved: Tensor) -> Tensor | Callable[[], Tensor]:
         same = _place(saved) == place and saved.shape == shape and saved.stride() == stride
         # Tensors without elements all lie at address 0.
-        return kept if same and saved.numel() else saved
+        return again if same and saved.numel() else saved
 
-    def unpack(found: Tensor | _Recipe | _Sizes) -> Tensor:
-        return found if isinstance(found, Tensor) else found.make()
+    def unpack(found: Tensor | Callable[[], Tensor]) -> Tensor:
+        return found if isinstance(found, Tensor) else found()
 
     with saved_tensors_hooks(pack, unpack):
         yield box

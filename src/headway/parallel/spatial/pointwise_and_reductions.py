@@ -74,12 +74,11 @@ def broadcast(context: SpatialContext, func: Callable[..., Any], *args: Any, **k
     target = result_splits(operands)
     if modifies_in_place(func, kwargs):
         target = _of_receiver(func, args[0], target)
-    found = [local_part_for(a, target) if isinstance(a, (SplitTensor, Tensor)) else a for a in args]
-    named = {
-        key: local_part_for(a, target) if isinstance(a, (SplitTensor, Tensor)) else a
-        for key, a in kwargs.items()
-    }
-    local = func(*found, **named)
+
+    def part(a: Any) -> Any:
+        return local_part_for(a, target) if isinstance(a, (SplitTensor, Tensor)) else a
+
+    local = func(*map(part, args), **{key: part(a) for key, a in kwargs.items()})
     if not isinstance(local, Tensor):
         return local  # NotImplemented, of a comparison with something else
     return first.like(local, {local.dim() + dim: split for dim, split in target.items()})

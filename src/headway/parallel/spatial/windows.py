@@ -44,6 +44,7 @@ from headway.parallel.spatial.halo_exchange import (
     assemble_box,
     fetch_box,
     fetch_for_operator,
+    narrow_to_box,
 )
 from headway.parallel.spatial.spatial_context import (
     IntPerDimension,
@@ -69,11 +70,8 @@ def overlapped_convolution(
     """The outputs of this rank; on return the fetch has finished."""
     inner = list(call.outputs)
     for need in call.needs:
-        window, own = (
-            call.windows[need.dim - FIRST_SPATIAL_DIM],
-            call.outputs[need.dim - FIRST_SPATIAL_DIM],
-        )
-        inner[need.dim - FIRST_SPATIAL_DIM] = _inside(window, need.own, need.have[-1][1], own)
+        axis = need.dim - FIRST_SPATIAL_DIM
+        inner[axis] = _inside(call.windows[axis], need.own, need.have[-1][1], call.outputs[axis])
     # So little would be left to overlap that one convolution is cheaper than the shell's pieces.
     if any(2 * range_length(i) < range_length(o) for i, o in zip(inner, call.outputs, strict=True)):
         return call.run(assemble_box(fetching.finish(), call.needs), weight, bias)
@@ -119,9 +117,7 @@ def _narrowed(need: RangeExchange, wish: Range) -> RangeExchange:
 
 
 def _place(out: Tensor, outer: Sequence[Range], box: Sequence[Range], part: Tensor) -> None:
-    for dim, (whole, held) in enumerate(zip(outer, box, strict=True)):
-        out = out.narrow(dim + FIRST_SPATIAL_DIM, held[0] - whole[0], range_length(held))
-    out.copy_(part)
+    narrow_to_box(out, outer, box, range(FIRST_SPATIAL_DIM, out.ndim)).copy_(part)
 
 
 # Convolutions, plain and transposed, in one to three dimensions.
@@ -327,16 +323,6 @@ def transposed_convolution(
 
 MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 AVERAGE: dict[int, Callable[..., Tensor]] = {2: F.avg_pool2d, 3: F.avg_pool3d}
-WHOLE: dict[int, Callable[..., Tensor]] = {
-    1: F.adaptive_avg_pool1d,
-    2: F.adaptive_avg_pool2d,
-    3: F.adaptive_avg_pool3d,
-}
-WHOLE_MAX: dict[int, Callable[..., Tensor]] = {
-    1: F.adaptive_max_pool1d,
-    2: F.adaptive_max_pool2d,
-    3: F.adaptive_max_pool3d,
-}
 
 
 def _windows(
@@ -449,8 +435,9 @@ def _adaptive(
     targets = [e if size is None else int(size) for size, e in zip(sizes, extents, strict=True)]
     # Space is whole: torch's own function, whatever the sizes.
     if input.splits.keys() <= {0, 1}:
-        whole = WHOLE if pool is _average_pool else WHOLE_MAX
-        return input.like(whole[count](input.local, targets))
+        kind = "avg" if pool is _average_pool else "max"
+        whole: Callable[..., Tensor] = getattr(F, f"adaptive_{kind}_pool{count}d")
+        return input.like(whole(input.local, targets))
     if any(extent % target for extent, target in zip(extents, targets, strict=True)):
         raise RuleRefused(f"{list(extents)} entries are no multiple of {targets}")
     # Windows that divide the input are all equal: an ordinary pooling.
@@ -496,17 +483,18 @@ def interpolate(
         raise RuleRefused(f"there is no rule for mode {mode!r}")
     sizes = [None] * count if size is None else int_per_dimension(size, count)
     scales = _scales(scale_factor, count)
-    along = partial(
-        _coordinates,
-        mode="linear" if linear else mode,
-        align_corners=align_corners,
-        recompute_scale_factor=recompute_scale_factor,
-    )
     input = return_to_spatial_split(input, _grown(input, sizes, scales))  # noqa: A001
     local, splits = input.local, dict(input.splits)
     # Interpolation is separable: one split dimension after the other, then the rest at once.
     for dim in [d for d in splits if d > 1]:
-        places = along(input.shape[dim], sizes[dim - 2], scales[dim - 2])
+        places = _coordinates(
+            input.shape[dim],
+            sizes[dim - 2],
+            scales[dim - 2],
+            mode="linear" if linear else mode,
+            align_corners=align_corners,
+            recompute_scale_factor=recompute_scale_factor,
+        )
         local, splits[dim] = _resized(input, local, dim, places)
     rest = [None if dim in splits else dim for dim in range(2, count + 2)]
     if any(rest):

@@ -290,8 +290,8 @@ class InferenceContext(LayerContext):
             return True
         return bool(self.only) and not matches_pattern(name, self.only)
 
-    def _divides(self, *needs: AxisDivisor) -> bool:
-        self.needs += needs
+    def _divides(self, *needs: AxisDivisor, required: bool = True) -> bool:
+        self.needs += needs if required else ()
         return all(need.size % self.grid.size(need.axes) == 0 for need in needs)
 
     def decide_linear(
@@ -360,42 +360,24 @@ class InferenceContext(LayerContext):
         single = index.ndim < 2 and not isinstance(index, SplitTensor)
         if self._stays_whole(name):
             return self.resolve(weight)
-        match self.grid.plan.form:
-            case "classic":  # a table of positions costs less to hold than to sum
-                fits = not single and self._divides(AxisDivisor("j", words, many))
-                cuts = (DimensionCut("j"), WHOLE_DIMENSION)
-            case "cuboid":
-                needs = (AxisDivisor("ji", words, many), AxisDivisor("l", width, f"{name}: width"))
-                cuts = (DimensionCut("ji"), DimensionCut("l"))
-                fits = self._fits(single, needs)
-            case "summa":
-                needs = (AxisDivisor("j", words, many), AxisDivisor("i", width, f"{name}: width"))
-                cuts = (DimensionCut("j"), DimensionCut("i"))
-                fits = self._fits(single, needs)
+        if self.grid.plan.form == "classic":  # a table of positions costs less to hold than to sum
+            fits = not single and self._divides(AxisDivisor("j", words, many))
+            cuts = (DimensionCut("j"), WHOLE_DIMENSION)
+        else:
+            rows, columns = ("ji", "l") if self.grid.plan.form == "cuboid" else ("j", "i")
+            # Of a table of positions nothing is required: it can stay whole.
+            fits = self._divides(
+                AxisDivisor(rows, words, many),
+                AxisDivisor(columns, width, f"{name}: width"),
+                required=not single,
+            )
+            cuts = (DimensionCut(rows), DimensionCut(columns))
         return self._cut(weight, cuts) if fits else self.resolve(weight)
-
-    def _fits(self, single: bool, needs: tuple[AxisDivisor, ...]) -> bool:
-        """Of a table of positions nothing is required: it can stay whole."""
-        if single:
-            return all(need.size % self.grid.size(need.axes) == 0 for need in needs)
-        return self._divides(*needs)
 
     def decide_vector(self, weight: Any, cut: Any) -> Any:
         if not cut.axes or self._stays_whole(weight.name):
             return self.resolve(weight)
         return self._cut(weight, (cut,))
-
-    def decisions(self) -> SplitDecisions:
-        own = set(self.names.values())
-        left = {n: blame.why for n, blame in self.blames.items() if blame.whole and n in own}
-        companions = [names for names in self.takers.values() if len(names) > 1]
-        return SplitDecisions(
-            plan=self.grid.plan,
-            cuts=dict.fromkeys(self.names.values(), ()) | self.cuts,
-            companions=frozenset().union(*companions),
-            left=left,
-            needs=tuple(dict.fromkeys(self.needs)),
-        )
 
 
 # What of a model can be split, found by running it: nothing is known of its classes.
@@ -450,20 +432,30 @@ def infer_split(
         }
         for name, refusal in (sure or found).items():  # these may do away with the rest
             _next(known[name], refusal)
-    decided = [_decisions_of_run(model, run) for run in runs]
+    for run in runs:
+        _check_decided(model, run)
     if found:
         raise _refusal(model, plan, [f"{name}: {one.why}" for name, one in found.items()])
-    return replace(
-        decided[-1],
-        cuts={name: cuts for one in decided for name, cuts in one.cuts.items()},
-        companions=frozenset().union(*(one.companions for one in decided)),
-        left={name: why for one in decided for name, why in one.left.items()},
+    names = [name for run in runs for name in run.names.values()]
+    decided = {name: cuts for run in runs for name, cuts in run.cuts.items()}
+    takers = [taking for run in runs for taking in run.takers.values()]
+    return SplitDecisions(
+        plan=plan,
+        cuts=dict.fromkeys(names, ()) | decided,
+        companions=frozenset().union(*(taking for taking in takers if len(taking) > 1)),
+        left={
+            name: blame.why
+            for run in runs
+            for name, blame in blames.items()
+            if blame.whole and name in run.names.values()
+        },
+        needs=tuple(dict.fromkeys(runs[-1].needs)),
         islands=islands,
     )
 
 
-def _decisions_of_run(model: nn.Module, run: InferenceContext) -> SplitDecisions:
-    """What a grid's run has decided.
+def _check_decided(model: nn.Module, run: InferenceContext) -> None:
+    """Refuse what a grid's run has found out that it cannot do.
 
     Raises:
         PlanError: See `infer_split`.
@@ -482,7 +474,6 @@ def _decisions_of_run(model: nn.Module, run: InferenceContext) -> SplitDecisions
         problems += [f"{name}: {blame.why}" for name, blame in blames.items() if blame.whole]
     if problems:
         raise _refusal(model, plan, problems)
-    return run.decisions()
 
 
 def _refusal(model: nn.Module, plan: TensorGrid, problems: Sequence[str]) -> PlanError:

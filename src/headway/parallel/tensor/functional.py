@@ -39,6 +39,7 @@ from headway.parallel.tensor.grid import (
     PendingCollective,
     ProcessGrid,
     WeightPrefetch,
+    completed,
     reduce_from_ranks,
 )
 
@@ -66,11 +67,7 @@ class CuboidAxes:
     name: str = ""
 
     def x(self, x: Tensor) -> PendingCollective:
-        return (
-            PendingCollective(None, lambda: x)
-            if self.whole_rows
-            else self.grid.gather(x, self.rows)
-        )
+        return completed(x) if self.whole_rows else self.grid.gather(x, self.rows)
 
     def w(self, weight: Tensor, *, backward: bool = False) -> PendingCollective:
         if self.ahead is None:
@@ -97,7 +94,7 @@ class _Cuboid(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         # All gathers are under way before the first one is waited for.
         dy_pending = grid.gather(gradients[0].contiguous(), turn.sums)
-        x_pending = PendingCollective(None, lambda: x) if turn.keep else turn.x(x)
+        x_pending = completed(x) if turn.keep else turn.x(x)
         columns = weight if turn.keep else turn.w(weight, backward=True).wait()
         dy = dy_pending.wait()
         rows = x_pending.wait()
@@ -110,11 +107,7 @@ class _Cuboid(torch.autograd.Function):
             dw = grid.scatter_sum(flat_dy.T @ rows.flatten(0, -2), "i")
         if ctx.needs_input_grad[0]:
             found = (flat_dy @ columns).view(rows.shape)
-            dx = (
-                PendingCollective(None, lambda: found)
-                if turn.whole_rows
-                else grid.scatter_sum(found, turn.rows)
-            )
+            dx = completed(found) if turn.whole_rows else grid.scatter_sum(found, turn.rows)
         if ctx.needs_input_grad[1] and not weights_first:
             dw = grid.scatter_sum(flat_dy.T @ rows.flatten(0, -2), "i")
         if ctx.has_bias and ctx.needs_input_grad[2]:
@@ -229,8 +222,8 @@ class _Blocks:
 
     def start(self, step: int) -> tuple[PendingCollective | None, PendingCollective | None]:
         x, weight = self.x, self.weight
-        along_row = None if x is None else self.grid.broadcast(x, x, "j", step)
-        along_column = None if weight is None else self.grid.broadcast(weight, weight, "i", step)
+        along_row = None if x is None else self.grid.broadcast(x, "j", step)
+        along_column = None if weight is None else self.grid.broadcast(weight, "i", step)
         return along_row, along_column
 
     def __iter__(self) -> Any:

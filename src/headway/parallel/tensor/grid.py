@@ -57,7 +57,8 @@ class PendingCollective:
         return self.finish()
 
 
-def _done(result: Tensor) -> PendingCollective:
+def completed(result: Tensor) -> PendingCollective:
+    """What is there already, as a result on its way."""
     return PendingCollective(None, lambda: result)
 
 
@@ -145,20 +146,15 @@ class ProcessGrid:
         """Elements received by this rank so far."""
         return sum(self.received.values())
 
-    def _note(self, operation: str, axis: str, elements: int) -> None:
-        self.received[operation, axis] += elements
-
-    # -- collectives along one axis ------------------------------------------------------------
-
     def gather(self, x: Tensor, axis: str, dim: int = 0) -> PendingCollective:
         """All parts, one behind the other along a dimension."""
         size = self.size(axis)
         if size == 1:
-            return _done(x)
-        self._note("gather", axis, (size - 1) * x.numel())
+            return completed(x)
+        self.received["gather", axis] += (size - 1) * x.numel()
         if self.mesh is None:
             self.tell("all_gather", size, x.nbytes * size)
-            return _done(torch.cat([x] * size, dim))
+            return completed(torch.cat([x] * size, dim))
         x = x.contiguous()
         out = x.new_empty((size, *x.shape))
         work = _ALL_GATHER(
@@ -170,12 +166,12 @@ class ProcessGrid:
         """Sum over the ranks, of which each gets its part along a dimension."""
         size = self.size(axis)
         if size == 1:
-            return _done(x)
-        self._note("reduce-scatter", axis, (size - 1) * (x.numel() // size))
+            return completed(x)
+        self.received["reduce-scatter", axis] += (size - 1) * (x.numel() // size)
         if self.mesh is None:
             kind: CallKind = "all_to_all" if x.device.type == "cpu" else "reduce_scatter"
             self.tell(kind, size, x.nbytes)
-            return _done(x.chunk(size, dim)[0].clone())
+            return completed(x.chunk(size, dim)[0].clone())
         sent = x.unflatten(dim, (size, -1)).movedim(dim, 0).contiguous()
         if x.device.type != "cpu":
             out = torch.empty_like(sent[0])
@@ -190,12 +186,12 @@ class ProcessGrid:
         """Sum (or maximum) over the ranks, in place."""
         size = self.size(axis)
         if size == 1:
-            return _done(x)
+            return completed(x)
         # Twice: as much as a reduce-scatter and an all-gather.
-        self._note("all-reduce", axis, 2 * (size - 1) * x.numel() // size)
+        self.received["all-reduce", axis] += 2 * (size - 1) * x.numel() // size
         if self.mesh is None:
             self.tell("all_reduce", size, x.nbytes)
-            return _done(x)
+            return completed(x)
         operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         work = dist.all_reduce(x, operation, group=self.groups[axis], async_op=True)
         return PendingCollective(work, lambda: x)
@@ -206,21 +202,16 @@ class ProcessGrid:
             x = self.all_reduce(x, axis, largest=largest).wait()
         return x
 
-    def broadcast(
-        self, x: Tensor | None, like: Tensor, axis: str, source: int
-    ) -> PendingCollective:
-        """One rank's tensor on all of them; `like` has its shape and type."""
-        mine = self.place[axis] == source
-        if not mine:
-            self._note("broadcast", axis, like.numel())
-        if mine:
-            assert x is not None
+    def broadcast(self, x: Tensor, axis: str, source: int) -> PendingCollective:
+        """One rank's tensor on all of them; the others' have its shape and type."""
+        if self.place[axis] == source:
             buffer = x.contiguous()
         else:
-            buffer = torch.empty_like(like, memory_format=torch.contiguous_format)
+            self.received["broadcast", axis] += x.numel()
+            buffer = torch.empty_like(x, memory_format=torch.contiguous_format)
         if self.size(axis) == 1 or self.mesh is None:
             self.tell("broadcast", self.size(axis), buffer.nbytes)
-            return _done(buffer)
+            return completed(buffer)
         group = self.groups[axis]
         work = dist.broadcast(buffer, group=group, group_src=source, async_op=True)
         return PendingCollective(work, lambda: buffer)
@@ -228,10 +219,10 @@ class ProcessGrid:
     def reduce(self, x: Tensor, axis: str, target: int) -> PendingCollective:
         """Sum at one rank; what the others get is of no use. Overwrites x."""
         if self.place[axis] == target:
-            self._note("reduce", axis, (self.size(axis) - 1) * x.numel())
+            self.received["reduce", axis] += (self.size(axis) - 1) * x.numel()
         if self.size(axis) == 1 or self.mesh is None:
             self.tell("reduce", self.size(axis), x.nbytes)
-            return _done(x)
+            return completed(x)
         group = self.groups[axis]
         work = dist.reduce(x, group_dst=target, group=group, async_op=True)
         return PendingCollective(work, lambda: x)

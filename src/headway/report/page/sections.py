@@ -540,8 +540,7 @@ def _of_pipeline(plan: Plan, prediction: Prediction) -> list[Span]:
     timing = time_schedule(table, costs)
     spans = []
     for number, rank in enumerate(ranks):
-        rows = zip(timing.order[number], timing.starts[number], timing.ends[number], strict=True)
-        for action, start, end in rows:
+        for action, start, end in timing.row(number):
             if action.kind in COMPUTE_KINDS:
                 kind = "forward" if action.kind == ActionKind.FORWARD else "backward"
                 spans.append(_span(rank, kind, str(action), start, end))

@@ -83,7 +83,11 @@ def check_stages_match_model(stages: ModelStages, call: ModelCall) -> ModelStage
             "modules; or cut elsewhere.",
         )
     _check_buffers(stages, updates)
-    return stages.with_flags(alters, {n: bool(names) for n, names in updates.items()})
+    flagged = (
+        replace(stage, alters=alters[stage.number], updates=bool(updates[stage.number]))
+        for stage in stages
+    )
+    return replace(stages, stages=tuple(flagged))
 
 
 def run_stages(
@@ -250,7 +254,7 @@ def check_cut(model: nn.Module, loss: LossFunction, data: Any, at: Sequence[str]
         for training in (True, False):
             with training_mode(model, training):
                 traced = trace_model(model, call, _down_to(at))
-                with traced.examples:
+                with traced.examples.opened():
                     split_graph(traced, cut_at(traced, at), relay=False)
 
     run_at_model_call(model, loss, data, choose)
@@ -278,6 +282,15 @@ def run_at_model_call(
 
     ModelProxy(model, run).compute(loss, data)
     return done[0]
+
+
+def record_call(loss: LossFunction, model: nn.Module, data: Any) -> ModelCall:
+    """What a loss calls the model with; nothing behind the call is run.
+
+    Raises:
+        RecipeError: The loss does not call the model, or uses it in another way.
+    """
+    return run_at_model_call(model, loss, data, lambda call: call)
 
 
 def check_loss(stages: ModelStages, loss: LossFunction, data: Any) -> ModelStages:
@@ -342,7 +355,7 @@ def _finish(found: Trace, choose: Callable[[Trace], list[int]], relay: bool) -> 
 
 
 def _stages(found: Trace, starts: Sequence[int], relay: bool) -> ModelStages:
-    with found.examples:
+    with found.examples.opened():
         parts = split_graph(found, starts, relay=relay)
         # Examples of activations are large, and nobody asks for them again.
         found.examples.forget()
@@ -429,7 +442,8 @@ def cut_module_chain(
     """
 
     def choose(call: ModelCall) -> ModelStages:
-        with ExampleValues(model) as examples:
+        examples = ExampleValues(model)
+        with examples.opened():
             trace, starts = _chain(model, call, chain, examples)
             parts = split_graph(trace, starts)
             examples.forget()

@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -90,7 +89,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 class ExampleValues:
-    """A context manager; values are computed inside of it only.
+    """Values are computed inside of `opened` only.
 
     Args:
         model: The whole model, in the mode that the graph is for.
@@ -104,23 +103,19 @@ class ExampleValues:
         self._model = model
         self._values: dict[fx.Node, Any] = {}
         self._draws: set[fx.Node] = set()
-        self._kept: _ModelSnapshot | None = None
+        self._open = False
         self.busy = False
         self.constants: dict[str, Any] = {}
 
-    def __enter__(self) -> ExampleValues:
-        self._kept = _ModelSnapshot(self._model)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        assert self._kept is not None
-        self._kept.restore()
-        self._kept = None
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """The model's state is put back at the end."""
+        with preserve_model_state(self._model):
+            self._open = True
+            try:
+                yield
+            finally:
+                self._open = False
 
     def forget(self) -> None:
         self._values = {n: v for n, v in self._values.items() if n.op == "placeholder"}
@@ -156,7 +151,7 @@ class ExampleValues:
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        assert self._kept is not None
+        assert self._open
         before, self.busy = self.busy, True
         try:
             yield
@@ -189,33 +184,22 @@ class ExampleValues:
         return self.constants[name] if name in self.constants else attribute_at(self._model, name)
 
 
-class _ModelSnapshot:
-    """The model's buffers and plain attributes, and torch's generators, at a moment."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._plain = plain_attributes(model, [name for name, _ in model.named_modules()])
-        self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        self._states = _random_states()
-
-    def restore(self) -> None:
-        restore_plain_attributes(self._model, self._plain)
-        with torch.no_grad():
-            for buffer, value in self._buffers:
-                buffer.copy_(value)  # in place: optimisers and stages refer to these tensors
-        torch.set_rng_state(self._states[0])
-        if len(self._states) > 1:
-            torch.cuda.set_rng_state(self._states[1])
-
-
 @contextmanager
 def preserve_model_state(model: nn.Module) -> Iterator[None]:
-    """Put buffers, plain attributes and random numbers back at the end."""
-    kept = _ModelSnapshot(model)
+    """Put buffers, plain attributes and torch's generators back at the end."""
+    plain = plain_attributes(model, [name for name, _ in model.named_modules()])
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    states = _random_states()
     try:
         yield
     finally:
-        kept.restore()
+        restore_plain_attributes(model, plain)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)  # in place: optimisers and stages refer to these tensors
+        torch.set_rng_state(states[0])
+        if len(states) > 1:
+            torch.cuda.set_rng_state(states[1])
 
 
 def attribute_at(model: nn.Module, name: str) -> Any:
@@ -320,7 +304,8 @@ def trace_model(model: nn.Module, call: ModelCall, is_leaf: IsLeaf) -> Trace:
 
 
 def _trace(model: nn.Module, call: ModelCall, is_leaf: IsLeaf) -> Trace:
-    with ExampleValues(model) as examples:
+    examples = ExampleValues(model)
+    with examples.opened():
         tracer = _Tracer(model, call, is_leaf, examples)
         before = plain_attributes(model, [name for name, _ in model.named_modules()])
         try:

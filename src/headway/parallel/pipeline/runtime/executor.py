@@ -32,10 +32,10 @@ from headway.parallel.pipeline.runtime.p2p import (
     LocalStageLink,
     MessageFormat,
     MicrobatchKeys,
-    PendingSends,
+    PendingTransfers,
     RemoteStageLink,
     StageConnection,
-    wait_for_sends,
+    wait_for_transfers,
 )
 from headway.parallel.pipeline.runtime.recomputation import RecomputedStage
 from headway.parallel.pipeline.runtime.stage_execution import (
@@ -177,6 +177,10 @@ class RankActions:
 
     Args:
         stages: In the mode that is run.
+
+    Attributes:
+        times: When each action of the last step began, in `perf_counter` seconds; behind them, when
+            the last had ended, and when all that was sent had left.
     """
 
     def __init__(
@@ -200,8 +204,8 @@ class RankActions:
         self._make_links()
         self._versions = {key: self._make_versions(key[1]) for key in schedule.hosted(team.rank)}
         self._runs = {key: self._make_run(*key) for key in self._versions}
-        self._sent: dict[int, PendingSends] = {}
-        self._times: list[float] = []
+        self._sent: dict[int, PendingTransfers] = {}
+        self.times: Sequence[float] = ()
         self._do = self._bind()
 
     def run(self, microbatches: Sequence[Any]) -> dict[int, Tensor]:
@@ -209,14 +213,14 @@ class RankActions:
         # Bound calls hold these lists: they are filled anew and never replaced.
         self._data[:] = microbatches
         self._keys[:] = self._signatures.of(microbatches)
-        self._times = times = [perf_counter()]
+        self.times = times = [perf_counter()]
         try:
             for do in self._do:
                 do()
                 times.append(perf_counter())
             # What the table does not prove to have arrived.
             while self._sent:
-                wait_for_sends(self._sent.popitem()[1])
+                wait_for_transfers(self._sent.popitem()[1])
             times.append(perf_counter())
         except Exception as error:
             # `times` has the beginning, then one entry for each finished action.
@@ -235,19 +239,10 @@ class RankActions:
         return losses
 
     @property
-    def times(self) -> Sequence[float]:
-        """When each action of the last step began, in `perf_counter` seconds.
-
-        Behind them: when the last had ended, and when all that was sent had left.
-        """
-        return self._times
-
-    @property
     def spans(self) -> list[tuple[Action, float, float]]:
         """The actions of the last step with start and end, in `perf_counter` seconds."""
-        times = self._times
         # `times` has two entries more than the row.
-        return list(zip(self._row, times, times[1:], strict=False))
+        return list(zip(self._row, self.times, self.times[1:], strict=False))
 
     def message_bytes(self, action: Action) -> int:
         """Of a SEND or RECV, as last seen."""
@@ -255,10 +250,10 @@ class RankActions:
 
     def bytes_given(self) -> dict[int, int]:
         """For each stage the bytes that it gives to others for one micro-batch, as last seen."""
-        found = {stage: 0 for _, stage in self._schedule.hosted(self._team.rank)}
+        found = dict.fromkeys(self._schedule.stages_on(self._team.rank), 0)
         for (_, stage, _), link in (*self._local.items(), *self._remote.items()):
             if stage in found:
-                found[stage] += link.bytes
+                found[stage] += link.size(gradients=False)
         return found
 
     @property
@@ -301,6 +296,7 @@ class RankActions:
             stage,
             {a: link for (name, a, b), link in links.items() if name == pipe and b == stage},
             {b: link for (name, a, b), link in links.items() if name == pipe and a == stage},
+            data=self._data,
             loss=self._calls.loss,
             share=self._calls.share,
             around=self._calls.around,
@@ -325,17 +321,19 @@ class RankActions:
     ) -> BoundCall:
         match action.kind:
             case ActionKind.FORWARD:
-                return self._bind_forward(action, plan.version(position))
+                run = self._runs[action.pipe, action.stage]
+                return partial(run.forward, action.microbatch, plan.version(position))
             case ActionKind.BACKWARD | ActionKind.INPUT_GRAD | ActionKind.WEIGHT_GRAD:
                 return self._bind_backward(action, plan.dropped(position))
             case ActionKind.SEND:
                 return self._bind_send(position, action)
             case ActionKind.POST:
-                return self._bind_post(action)
+                post = self._link_of(action).post
+                return partial(post, action.microbatch, gradients=action.carries_gradient)
             case ActionKind.RECV:
                 return self._bind_receive(action, retired)
             case ActionKind.STEP:
-                return self._bind_step(action, plan.ended(position))
+                return self._bind_step(action, plan.version(position))
             case ActionKind.SYNC:
                 assert self._calls.sync is not None
                 return partial(self._calls.sync.start, action.stage)
@@ -343,26 +341,15 @@ class RankActions:
                 assert self._calls.sync is not None
                 return self._with_report(partial(self._calls.sync.wait, action.stage), action)
 
-    def _bind_forward(self, action: Action, version: int) -> BoundCall:
-        run, microbatch, data = self._run_of(action), action.microbatch, self._data
-
-        def do() -> None:
-            run.forward(microbatch, data[microbatch], version)
-
-        return do
-
     def _bind_backward(self, action: Action, dropped: list[int]) -> BoundCall:
-        run, microbatch, data = self._run_of(action), action.microbatch, self._data
+        run = self._runs[action.pipe, action.stage]
         versions = self._versions[action.pipe, action.stage]
-        if action.kind == ActionKind.WEIGHT_GRAD:
-            bare: BoundCall = partial(run.weight_gradient, microbatch)
-        else:
-            whole = action.kind == ActionKind.BACKWARD
-            method = run.backward if whole else run.input_gradient
-
-            def bare() -> None:
-                method(microbatch, data[microbatch])
-
+        methods = {
+            ActionKind.BACKWARD: run.backward,
+            ActionKind.INPUT_GRAD: run.input_gradient,
+            ActionKind.WEIGHT_GRAD: run.weight_gradient,
+        }
+        bare: BoundCall = partial(methods[action.kind], action.microbatch)
         if not dropped:
             return bare
 
@@ -375,26 +362,23 @@ class RankActions:
 
     def _bind_send(self, position: int, action: Action) -> BoundCall:
         link, sent, microbatch = self._link_of(action), self._sent, action.microbatch
-        send = link.send_back if action.carries_gradient else link.send
+        gradients = action.carries_gradient
 
         def do() -> None:
-            sent[position] = send(microbatch)
+            sent[position] = link.send(microbatch, gradients=gradients)
 
         return do
 
-    def _bind_post(self, action: Action) -> BoundCall:
-        link = self._link_of(action)
-        return partial(link.post_back if action.carries_gradient else link.post, action.microbatch)
-
     def _bind_receive(self, action: Action, retired: list[int]) -> BoundCall:
         link, sent = self._link_of(action), self._sent
-        receive = link.receive_back if action.carries_gradient else link.receive
-        bare: BoundCall = partial(receive, action.microbatch)
+        bare: BoundCall = partial(
+            link.receive, action.microbatch, gradients=action.carries_gradient
+        )
 
         def do() -> None:
             bare()
             for position in retired:
-                wait_for_sends(sent.pop(position))
+                wait_for_transfers(sent.pop(position))
 
         return self._with_report(do if retired else bare, action)
 
@@ -420,9 +404,6 @@ class RankActions:
             do()
 
         return report_and_do
-
-    def _run_of(self, action: Action) -> StageExecutor:
-        return self._runs[action.pipe, action.stage]
 
     def _link_of(self, action: Action) -> RemoteStageLink:
         # A gradient's action names the same edge from its other end.
@@ -529,7 +510,7 @@ class Pipeline:
         self.stages = stages
         self.schedule = schedule if schedule.is_lowered else lower(schedule)
         _check_pipeline(self.schedule, stages, team, calls)
-        self._hosted = [stages[n] for n in sorted({n for _, n in schedule.hosted(team.rank)})]
+        self._hosted = [stages[n] for n in schedule.stages_on(team.rank)]
         self.remarks = defer_gradient_sync(self._hosted)
         self._team = team
         self._calls = calls

@@ -113,14 +113,9 @@ class MessageFormat:
         return [leaf for f, leaf in zip(self.forms, leaves, strict=True) if f and f.flows]
 
     @property
-    def bytes(self) -> int:
-        """Of its tensors."""
-        return sum(math.prod(f.shape) * f.dtype.itemsize for f in self.forms if f is not None)
-
-    @property
-    def flowing_bytes(self) -> int:
+    def flowing_forms(self) -> tuple[TensorFormat, ...]:
         """Of the gradients that come back."""
-        return replace(self, forms=tuple(f for f in self.forms if f and f.flows)).bytes
+        return tuple(f for f in self.forms if f is not None and f.flows)
 
     def pack(self, leaves: Sequence[Any]) -> list[Tensor]:
         """What goes over the wire."""
@@ -207,16 +202,12 @@ class StageLink(ABC):
         """Whether a message of this kind has been given before."""
         return self._keys[microbatch] in self._layouts
 
-    @property
-    def bytes(self) -> int:
-        """Of the payload of the newest kind of message, one way."""
-        return self.size(gradients=False)
-
     def size(self, *, gradients: bool) -> int:
         """Bytes of the newest kind of message, or of the gradients that come back for it."""
         if self.newest is None:
             return 0
-        return self.newest.flowing_bytes if gradients else self.newest.bytes
+        forms = self.newest.flowing_forms if gradients else self.newest.forms
+        return sum(math.prod(f.shape) * f.dtype.itemsize for f in forms if f is not None)
 
     @property
     def newest(self) -> MessageFormat | None:
@@ -276,7 +267,7 @@ class LocalStageLink(StageLink):
         return self._gradients.pop(microbatch)
 
 
-PendingSends = list[tuple[dist.Work, Tensor]]
+PendingTransfers = list[tuple[dist.Work, Tensor]]
 """What is under way, with the tensors that must stay as they are until then."""
 PendingReceive = Callable[[], list[Tensor]]
 """A message that is expected: waits for it."""
@@ -306,52 +297,51 @@ class StageConnection:
         self._own = own
         self._stream = stream
 
-    def send(self, tensors: Sequence[Tensor], tag: int) -> PendingSends:
+    def send(self, tensors: Sequence[Tensor], tag: int) -> PendingTransfers:
         """Start to send."""
         if self._stream is not None:
             # The stream copies: nothing has to be kept until it has left.
             self._stream.put(tag, tensors)
             return []
-        return self._start(tensors, tag)
+        return self._start(dist.isend, tensors, tag)
 
     def expect(self, forms: Sequence[TensorFormat], tag: int) -> PendingReceive:
         """Start to receive."""
         if self._stream is not None:
             return partial(self._stream.take, tag, [(f.shape, f.dtype) for f in forms])
         buffers = [form.empty(self.device) for form in forms]
-        works = self._post(buffers, tag)
+        coming = self._start(dist.irecv, buffers, tag)
 
         def come() -> list[Tensor]:
-            _wait(works)
+            wait_for_transfers(coming)
             return buffers
 
         return come
 
-    def _start(self, tensors: Sequence[Tensor], tag: int) -> PendingSends:
-        return [
-            (_start_p2p(dist.isend(t, self._peer, self._group, tag)), t)
-            for t in tensors
-            if t.numel()  # `_post` leaves out the same ones
-        ]
+    def _start(
+        self, operation: Callable[..., dist.Work | None], tensors: Sequence[Tensor], tag: int
+    ) -> PendingTransfers:
+        found = []
+        for tensor in tensors:
+            if tensor.numel():  # both ends leave out the same ones
+                work = operation(tensor, self._peer, self._group, tag)
+                assert work is not None  # this rank belongs to the group
+                found.append((work, tensor))
+        return found
 
-    def _post(self, buffers: Sequence[Tensor], tag: int) -> list[dist.Work]:
-        return [
-            _start_p2p(dist.irecv(b, self._peer, self._group, tag)) for b in buffers if b.numel()
-        ]
-
-    def announce(self, thing: Any, tag: int) -> PendingSends:
+    def announce(self, thing: Any, tag: int) -> PendingTransfers:
         """Send a plain value of unknown size."""
         text = torch.frombuffer(bytearray(self.written(thing)), dtype=torch.uint8)
         size = torch.tensor([len(text)])
         # NCCL sends tensors of its own device only.
-        return self._start([size.to(self.device), text.to(self.device)], tag)
+        return self._start(dist.isend, [size.to(self.device), text.to(self.device)], tag)
 
     def hear(self, tag: int) -> Any:
         """Wait for what the other end announces."""
         size = torch.empty(1, dtype=torch.int64, device=self.device)
-        _wait(self._post([size], tag))
+        wait_for_transfers(self._start(dist.irecv, [size], tag))
         text = torch.empty(int(size), dtype=torch.uint8, device=self.device)
-        _wait(self._post([text], tag))
+        wait_for_transfers(self._start(dist.irecv, [text], tag))
         return self.read(text.cpu().numpy().tobytes())
 
     def written(self, thing: Any) -> bytes:
@@ -388,83 +378,54 @@ class RemoteStageLink(StageLink):
         self._posted: dict[int, PendingReceive] = {}
         self._arrived: dict[int, list[Tensor]] = {}
 
-    # -- the earlier stage -------------------------------------------------------------------
-
     def give(self, microbatch: int, values: Sequence[Any]) -> list[Tensor]:
         layout, leaves, new = self._look(microbatch, values)
         self._leaving[microbatch] = layout if new else None, layout.pack(leaves)
         return layout.flowing(leaves)
 
-    def send(self, microbatch: int) -> PendingSends:
-        """Let go what has been given."""
-        news, tensors = self._leaving.pop(microbatch)
-        tag = self._tag + 2 * microbatch
-        sent = [] if news is None else self._wire.announce(news, tag)
-        return sent + self._wire.send(tensors, tag)
-
-    def post_back(self, microbatch: int) -> None:
-        """Be ready for the gradients, if it is known by now what they are."""
-        layout = self._layouts.get(self._keys[microbatch])
-        # `receive_back` comes here for what no POST has made ready.
-        if layout is not None and microbatch not in self._posted:
-            forms = [form for form in layout.forms if form and form.flows]
-            self._posted[microbatch] = self._wire.expect(forms, self._tag + 2 * microbatch + 1)
-
-    def receive_back(self, microbatch: int) -> None:
-        """Wait for the gradients."""
-        self.post_back(microbatch)
-        self._arrived[microbatch] = self._posted.pop(microbatch)()
-
     def take_back(self, microbatch: int) -> Sequence[Tensor]:
-        forms = [f for f in self._layouts[self._keys[microbatch]].forms if f and f.flows]
+        forms = self._layouts[self._keys[microbatch]].flowing_forms
         return [f.back(b) for f, b in zip(forms, self._arrived.pop(microbatch), strict=True)]
-
-    # -- the later stage ---------------------------------------------------------------------
-
-    def post(self, microbatch: int) -> None:
-        """Be ready for the values, if it is known by now what they are."""
-        layout = self._layouts.get(self._keys[microbatch])
-        if layout is not None and microbatch not in self._posted:
-            self._posted[microbatch] = self._wire.expect(layout.packed, self._tag + 2 * microbatch)
-
-    def receive(self, microbatch: int) -> None:
-        """Wait for the values."""
-        if microbatch not in self._posted:
-            if not self.knows(microbatch):
-                layout = self._wire.hear(self._tag + 2 * microbatch)
-                self._layouts[self._keys[microbatch]] = layout
-            self.post(microbatch)
-        self._arrived[microbatch] = self._posted.pop(microbatch)()
 
     def take(self, microbatch: int) -> tuple[MessageFormat, list[Any]]:
         layout = self._layouts[self._keys[microbatch]]
         return layout, layout.unpack(self._arrived.pop(microbatch))
 
     def give_back(self, microbatch: int, gradients: Sequence[Tensor]) -> None:
-        forms = [f for f in self._layouts[self._keys[microbatch]].forms if f and f.flows]
+        forms = self._layouts[self._keys[microbatch]].flowing_forms
         dense = [form.dense(g) for form, g in zip(forms, gradients, strict=True)]
         self._leaving[microbatch] = None, dense
 
-    def send_back(self, microbatch: int) -> PendingSends:
-        """Let go the gradients that have been given back."""
-        _, tensors = self._leaving.pop(microbatch)
-        return self._wire.send(tensors, self._tag + 2 * microbatch + 1)
+    def send(self, microbatch: int, *, gradients: bool) -> PendingTransfers:
+        """Let go what has been given, or given back."""
+        news, tensors = self._leaving.pop(microbatch)
+        tag = self._tag + 2 * microbatch + gradients
+        sent = [] if news is None else self._wire.announce(news, tag)
+        return sent + self._wire.send(tensors, tag)
+
+    def post(self, microbatch: int, *, gradients: bool) -> None:
+        """Be ready for the values, or the gradients, if it is known by now what they are."""
+        layout = self._layouts.get(self._keys[microbatch])
+        # `receive` comes here for what no POST has made ready.
+        if layout is not None and microbatch not in self._posted:
+            forms = layout.flowing_forms if gradients else layout.packed
+            self._posted[microbatch] = self._wire.expect(
+                forms, self._tag + 2 * microbatch + gradients
+            )
+
+    def receive(self, microbatch: int, *, gradients: bool) -> None:
+        """Wait for the values, or the gradients."""
+        if not self.knows(microbatch):
+            layout = self._wire.hear(self._tag + 2 * microbatch)
+            self._layouts[self._keys[microbatch]] = layout
+        self.post(microbatch, gradients=gradients)
+        self._arrived[microbatch] = self._posted.pop(microbatch)()
 
 
-def _wait(works: Sequence[dist.Work]) -> None:
-    for work in works:
+def wait_for_transfers(pending: PendingTransfers) -> None:
+    """Wait until messages have left or come; the tensors may then be used for something else."""
+    for work, _ in pending:
         work.wait()
-
-
-def wait_for_sends(sent: PendingSends) -> None:
-    """Wait until messages have left; their tensors may then be used for something else."""
-    for work, _ in sent:
-        work.wait()
-
-
-def _start_p2p(work: dist.Work | None) -> dist.Work:
-    assert work is not None  # this rank belongs to the group
-    return work
 
 
 # What the sizes of messages between stages depend on, known to every rank without asking.

@@ -314,6 +314,7 @@ class StageExecutor:
         stages: Of the model, in the mode that is run.
         before: Source stage -> link by which its values come.
         after: Target stage -> link by which values go.
+        data: Of each micro-batch of the step, as the loss gets it; filled anew for each step.
         share: Makes the number on which backward is called of what the loss returned, and the
             number of the micro-batch.
         around: Contexts around (stage, micro-batch, phase); None: none.
@@ -331,6 +332,7 @@ class StageExecutor:
         before: Mapping[int, StageLink],
         after: Mapping[int, StageLink],
         *,
+        data: Sequence[Any],
         loss: LossFunction,
         share: BackwardScalar,
         around: ComputeContext | None,
@@ -345,6 +347,7 @@ class StageExecutor:
         self._before = dict(sorted(before.items()))
         self._after = dict(sorted(after.items()))
         self._sources = _sources(stages, number, list(self._before))
+        self._data = data
         self._loss = loss
         self._share = share
         self._around = around
@@ -368,38 +371,38 @@ class StageExecutor:
 
     # -- actions -----------------------------------------------------------------------------
 
-    def forward(self, microbatch: int, data: Any, version: int = LIVE_VERSION) -> None:
+    def forward(self, microbatch: int, version: int) -> None:
         """F: compute and give; keep what backward needs."""
         now = _MicrobatchState(version=version)
         now.entered = [link.take(microbatch) for link in self._before.values()]
         now.layouts = [layout for layout, _ in now.entered]
         if not torch.is_grad_enabled():
-            self._compute(microbatch, data, now, "forward")
+            self._compute(microbatch, now, "forward")
             self._give(microbatch)
         elif self._recompute:
-            self._forward_only(microbatch, data, now)
+            self._forward_only(microbatch, now)
         else:
-            self._compute(microbatch, data, now, "forward")
+            self._compute(microbatch, now, "forward")
             self._root(now, self._give(microbatch))
             now.entered = []
             self._passes[microbatch] = now
         # Activations must not live until the next micro-batch.
         self._values = ()
 
-    def _forward_only(self, microbatch: int, data: Any, now: _MicrobatchState) -> None:
+    def _forward_only(self, microbatch: int, now: _MicrobatchState) -> None:
         buffers = self._versions.buffers() if self.stage.updates else {}
         known = all(link.knows(microbatch) for link in self._after.values())
         # The first of its kind is run with a graph: it shows which gradients will come back.
         with torch.set_grad_enabled(not known):
-            self._compute(microbatch, data, now, "forward")
+            self._compute(microbatch, now, "forward")
             self._give(microbatch)
         self._passes[microbatch] = _MicrobatchState(
             now.entered, buffers, now.layouts, version=now.version
         )
 
-    def backward(self, microbatch: int, data: Any) -> None:
+    def backward(self, microbatch: int) -> None:
         """B: the gradients of inputs and weights."""
-        now, gradients = self._begin_backward(microbatch, data)
+        now, gradients = self._begin_backward(microbatch)
         del self._passes[microbatch]
         if now.roots:
             with self._context(microbatch, "backward"):
@@ -408,9 +411,9 @@ class StageExecutor:
         self._versions.collect(now.version)
         self._give_back(microbatch, now, now.cut.gradients)
 
-    def input_gradient(self, microbatch: int, data: Any) -> None:
+    def input_gradient(self, microbatch: int) -> None:
         """I: the gradients of the inputs."""
-        now, gradients = self._begin_backward(microbatch, data)
+        now, gradients = self._begin_backward(microbatch)
         with self._context(microbatch, "backward"):
             found, now.weights = input_gradients(now.roots, gradients, now.inputs)
         now.roots, now.inputs = [], []
@@ -426,12 +429,12 @@ class StageExecutor:
 
     # -- forward -----------------------------------------------------------------------------
 
-    def _compute(self, microbatch: int, data: Any, now: _MicrobatchState, phase: Phase) -> None:
+    def _compute(self, microbatch: int, now: _MicrobatchState, phase: Phase) -> None:
         """Run the loss, and in it the stage; leaves what the stage returned in `_values`."""
         self._now, self._phase = now, phase
         self._arrived = self._enter(now)
         with self._context(microbatch, phase):
-            value = self._stand_in.compute(self._loss, data)
+            value = self._stand_in.compute(self._loss, self._data[microbatch])
             if self._is_last:
                 share = self._share(value, microbatch)
                 self._values = (share,)
@@ -513,13 +516,11 @@ class StageExecutor:
 
     # -- backward ----------------------------------------------------------------------------
 
-    def _begin_backward(
-        self, microbatch: int, data: Any
-    ) -> tuple[_MicrobatchState, list[Tensor | None]]:
+    def _begin_backward(self, microbatch: int) -> tuple[_MicrobatchState, list[Tensor | None]]:
         """The pass, with its graph, and the gradients of its roots."""
         now = self._passes[microbatch]
         if self._recompute:
-            self._compute_again(microbatch, data, now)
+            self._compute_again(microbatch, now)
         gradients: list[Tensor | None] = [None] * len(now.roots)
         for link, places in zip(self._after.values(), now.places, strict=True):
             for place, gradient in zip(places, link.take_back(microbatch), strict=True):
@@ -530,8 +531,8 @@ class StageExecutor:
             gradients = [torch.ones_like(self.losses[microbatch])]
         return now, gradients
 
-    def _compute_again(self, microbatch: int, data: Any, now: _MicrobatchState) -> None:
-        self._compute(microbatch, data, now, "again")
+    def _compute_again(self, microbatch: int, now: _MicrobatchState) -> None:
+        self._compute(microbatch, now, "again")
         leaving = [
             link.again(microbatch, [self._values[n] for n in places])
             for link, places in zip(self._after.values(), self._given, strict=True)
@@ -546,8 +547,7 @@ class StageExecutor:
         # The stage before waits for a gradient of each of its values, also where there is none.
         left = iter(gradients or itertools.repeat(None))
         for link, layout in zip(self._before.values(), now.layouts, strict=True):
-            forms = [form for form in layout.forms if form is not None and form.flows]
-            found = [(form, next(left)) for form in forms]
+            found = [(form, next(left)) for form in layout.flowing_forms]
             device = self._anchor.device
             link.give_back(
                 microbatch,

@@ -91,7 +91,7 @@ def measure_stage_costs(
             weight_grad=seconds[ActionKind.WEIGHT_GRAD, n],
             activation=saved.bytes[n],
             message=sent[n],
-            weight=sum(_size(p) for p in stages[n].parameters.values()),
+            weight=sum(p.nbytes for p in stages[n].parameters.values()),
         )
         for n in range(len(stages))
     )
@@ -181,7 +181,3 @@ def _gradients_kept(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, gradient in before:
             parameter.grad = gradient
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

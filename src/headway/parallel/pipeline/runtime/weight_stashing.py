@@ -103,7 +103,6 @@ class WeightVersionPlan:
     def __init__(self, schedule: PipelineSchedule, rank: int) -> None:
         newest: dict[_PipeStage, int] = {}
         self._used: dict[int, int] = {}
-        self._ended: dict[int, int] = {}
         self._last: dict[tuple[_PipeStage, int], int] = {}
         self._end: dict[tuple[_PipeStage, int], int] = {}
         forward: dict[tuple[_PipeStage, int], int] = {}
@@ -112,7 +111,7 @@ class WeightVersionPlan:
             key = action.pipe, action.stage
             now = newest.setdefault(key, 0)
             if action.kind == ActionKind.STEP:
-                self._ended[position] = now
+                self._used[position] = now
                 self._end[key, now] = position
                 newest[key] = now + 1
             elif action.kind in COMPUTE_KINDS:
@@ -126,13 +125,11 @@ class WeightVersionPlan:
                 self._last[key, version] = position
 
     def version(self, position: int) -> int:
-        """Of the weights that a compute action uses."""
-        action, version = self._row[position], self._used[position]
-        return version if self._is_kept(action, version) else LIVE_VERSION
+        """Of the weights that a compute action uses, or that a STEP ends.
 
-    def ended(self, position: int) -> int:
-        """The version that a STEP ends; LIVE_VERSION if nothing uses it any more."""
-        action, version = self._row[position], self._ended[position]
+        LIVE_VERSION: the live ones, or nothing uses it any more.
+        """
+        action, version = self._row[position], self._used[position]
         return version if self._is_kept(action, version) else LIVE_VERSION
 
     def dropped(self, position: int) -> list[int]:

@@ -529,32 +529,12 @@ def softmax(
     x: SplitTensor,
     dim: int | None = None,
     *rest: Any,
+    logarithm: bool = False,
     **kwargs: Any,
-) -> Any:
-    return _softmax(context, x, dim, kwargs.get("dtype"), logarithm=False)
-
-
-def log_softmax(
-    context: LayerContext,
-    func: Any,
-    x: SplitTensor,
-    dim: int | None = None,
-    *rest: Any,
-    **kwargs: Any,
-) -> Any:
-    return _softmax(context, x, dim, kwargs.get("dtype"), logarithm=True)
-
-
-def _softmax(
-    context: LayerContext,
-    x: SplitTensor,
-    dim: int | None,
-    dtype: torch.dtype | None,
-    *,
-    logarithm: bool,
 ) -> Any:
     if dim is None:
         raise RuleRefused("it names no dimension")
+    dtype = kwargs.get("dtype")
     axes, grid = x.cuts[dim % x.ndim].axes, context.grid
     if not axes:
         own = torch.log_softmax if logarithm else torch.softmax
