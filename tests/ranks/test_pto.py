@@ -154,16 +154,12 @@ def automatic(world, slow):
     own, part, optimizer = train("lamb", torch.float32, 10, "auto", world.group)
     for one, two in zip(serial, own, strict=True):
         assert torch.equal(one, two)
-    return optimizer.shared_norms.choice, part, whole
+    return optimizer.shared_norms.pays, part, whole
 
 
 def test_the_division_is_chosen_where_it_pays_alike_on_all_ranks():
     slow = run_ranks(2, automatic, True)
-    assert len({choice for choice, _, _ in slow}) == 1
-    choice = slow[0][0]
-    assert choice.pays
-    assert choice.norm_seconds > choice.gather_seconds > 0
-    assert 0.5 <= choice.heaviest < 0.6
+    assert all(pays for pays, _, _ in slow)
     # 2 + 5 steps alone, then 3 divided ones
     assert sum(part for _, part, _ in slow) == pytest.approx(1.7 * slow[0][2], rel=0.05)
 
@@ -178,14 +174,11 @@ def never_pays(world):
         assert norms.own([10, 20, 30], device) is None
         with norms.clock(device):
             pass
-    return norms.choice
+    return norms.pays
 
 
 def test_the_division_is_not_chosen_where_it_does_not_pay():
-    choices = run_ranks(3, never_pays)
-    assert len(set(choices)) == 1
-    assert choices[0] is not None
-    assert not choices[0].pays
+    assert run_ranks(3, never_pays) == [False] * 3
 
 
 @ranks(2)

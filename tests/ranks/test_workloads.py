@@ -2,8 +2,9 @@
 
 import pytest
 
-from headway.workloads.cosmoflow import Universes, write
+from headway.workloads.cosmoflow import Universes
 from support.commands import events, headway_here
+from support.workload_files import write_universes
 
 COSMOFLOW = ("arguments.width=16", "arguments.samples=9", "batch=4")
 UNET = ("arguments.width=16", "arguments.samples=5", "batch=2")
@@ -35,7 +36,7 @@ def sets(*changes):
 def test_workloads_are_the_serial_run(tmp_path, workload, ranks, changes):
     if workload == "cosmoflow":
         pytest.importorskip("h5py")
-        write(tmp_path / "files" / "train", Universes(9, 16))
+        write_universes(tmp_path / "files" / "train", Universes(9, 16))
     done = headway_here("verify", workload, "-n", str(ranks), *sets(*changes), cwd=tmp_path)
     assert done.code == 0, done.out + done.err
     assert "equal" in done.out

@@ -25,6 +25,7 @@ from headway.workloads.cosmoflow import (
     recipe,
     small,
 )
+from support.workload_files import write_universes
 
 UNIVERSE = Cosmology(omega_m=0.3, sigma_8=0.8, n_s=0.96, h=0.7)
 
@@ -139,7 +140,7 @@ def test_which_initial_weights_a_recipe_takes(tmp_path):
     he = recipe(width=8, fitted=0).model()
     assert not torch.equal(made.head[0].weight, he.head[0].weight)
     assert not he.head[0].bias.any()
-    cosmoflow.write(tmp_path / "train", cosmoflow.Universes(1, 8))
+    write_universes(tmp_path / "train", cosmoflow.Universes(1, 8))
     for other in (recipe(width=8, directory=tmp_path), recipe(width=8, variant="lbann")):
         assert not other.model().head[0].bias.any()
     with torch.device("meta"):
@@ -328,7 +329,7 @@ def test_turned_universes_are_the_same_ones_from_elsewhere():
 def test_files_hold_what_was_made(tmp_path):
     pytest.importorskip("h5py")
     universes = cosmoflow.Universes(3, 8, first=10)
-    cosmoflow.write(tmp_path / "train", universes)
+    write_universes(tmp_path / "train", universes)
     files = cosmoflow.source("train", width=8, count=0, directory=tmp_path)
     assert len(files) == 3
     for a, b in zip(files.read([2, 0]), universes.read([2, 0]), strict=True):
@@ -345,7 +346,7 @@ def test_files_that_are_missing_or_damaged(tmp_path):
         DataError, match=r"neither \*\.hdf5 nor \.npy or \.zarr of the names full, unitPar"
     ):
         cosmoflow.source("train", width=8, count=0, directory=tmp_path)
-    cosmoflow.write(folder, cosmoflow.Universes(1, 8))
+    write_universes(folder, cosmoflow.Universes(1, 8))
     (folder / "v.hdf5").write_bytes(b"nothing")
     with h5py.File(folder / "w.hdf5", "w") as file:
         file["other"] = [1]
@@ -358,7 +359,7 @@ def test_files_that_are_missing_or_damaged(tmp_path):
 def test_without_h5py_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "h5py", None)
     with pytest.raises(MissingExtra) as caught:
-        cosmoflow.write(tmp_path, cosmoflow.Universes(1, 8))
+        write_universes(tmp_path, cosmoflow.Universes(1, 8))
     assert "headway[hdf5]" in caught.value.fix
 
 

@@ -26,8 +26,8 @@ from headway.workloads.unet3d import (
     recipe,
     scores,
     source,
-    write,
 )
+from support.workload_files import write_heads
 
 
 def without_numbers(build, *arguments, **options):
@@ -148,7 +148,7 @@ def test_phantoms_follow_from_seed_and_number():
 def test_files_hold_what_was_made(tmp_path):
     pytest.importorskip("h5py")
     heads = Phantoms(3, 16)
-    write(tmp_path / "train", heads)
+    write_heads(tmp_path / "train", heads)
     files = source("train", width=16, count=0, directory=tmp_path)
     for a, b in zip(files.read([2, 0]), heads.read([2, 0]), strict=True):
         assert torch.equal(a, b)

@@ -404,6 +404,7 @@ class LARS(Layerwise):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        # Here and not in the constructor: a group that is added later has options of its own.
         group = {**self.defaults, **param_group}
         check_range("lr", float(group["lr"]), 0)
         check_range("momentum", group["momentum"], 0, 1)

@@ -145,27 +145,16 @@ TIMED_STEPS = 5
 """Steps and all-gathers that are timed; the median counts."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NormSharingDecision:
-    """What was decided, and from what.
+class SharedNorms:
+    """The division of one optimiser's norms.
 
     Attributes:
-        norm_seconds: All norms on one rank: the least over the ranks.
-        gather_seconds: One all-gather of them: the most over the ranks.
+        pays: Whether dividing them does; None: it is not measured yet.
     """
-
-    pays: bool
-    norm_seconds: float
-    gather_seconds: float
-    heaviest: float
-
-
-class SharedNorms:
-    """The division of one optimiser's norms."""
 
     def __init__(self, operator: ParallelOperator, *, always: bool = False) -> None:
         self.operator = operator
-        self.choice: NormSharingDecision | None = None
+        self.pays: bool | None = None
         self._always = always
         self._division = operator.division(())
         self._seconds: list[float] = []
@@ -182,14 +171,14 @@ class SharedNorms:
         self._division = self.operator.division(sizes)
         if self._always:
             return self._division.own
-        if self.choice is None:
+        if self.pays is None:
             self._calls += 1
             if self._calls > WARM_STEPS + TIMED_STEPS:
-                self.choice = self._decide(device)
+                self.pays = self._decide(device)
             elif self._calls > WARM_STEPS:
                 # One entry per timed step, to which `_timed` adds every chunk.
                 self._seconds.append(0.0)
-        return self._division.own if self.choice is not None and self.choice.pays else None
+        return self._division.own if self.pays else None
 
     def gather(self, rows: Tensor) -> Tensor:
         """The norms of all layers from those of the own ones, in the order of `own`."""
@@ -197,7 +186,7 @@ class SharedNorms:
 
     def clock(self, device: torch.device) -> AbstractContextManager[None]:
         """Times what is done inside as part of this step's norms, while that is wanted."""
-        if self.choice is not None or not self._seconds:
+        if self.pays is not None or not self._seconds:
             return nullcontext()
         return self._timed(device)
 
@@ -209,7 +198,7 @@ class SharedNorms:
         _finish(device)
         self._seconds[-1] += perf_counter() - start
 
-    def _decide(self, device: torch.device) -> NormSharingDecision:
+    def _decide(self, device: torch.device) -> bool:
         """Measure the all-gather, and agree; collective."""
         rows = torch.zeros(len(self._division.own), 2, dtype=torch.float64, device=device)
         gathers = []
@@ -224,13 +213,7 @@ class SharedNorms:
         agreed = torch.tensor(found, dtype=torch.float64, device=device)
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.operator.group)
         gather_seconds, norm_seconds = float(agreed[0]), -float(agreed[1])
-        heaviest = self._division.heaviest
-        return NormSharingDecision(
-            pays=norm_seconds * (1 - heaviest) > gather_seconds,
-            norm_seconds=norm_seconds,
-            gather_seconds=gather_seconds,
-            heaviest=heaviest,
-        )
+        return norm_seconds * (1 - self._division.heaviest) > gather_seconds
 
 
 def _finish(device: torch.device) -> None:

@@ -14,7 +14,7 @@ steps all parameters are sharded again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import Optimizer
 
 from headway.errors import PlanError
@@ -224,6 +224,15 @@ def shard_like(parameter: Tensor, value: Tensor) -> Tensor:
     # The value is the same on all ranks already; `run_check` would broadcast it once more.
     found = DTensor.from_local(value, mesh, everywhere, run_check=False)
     return found.redistribute(placements=parameter.placements)
+
+
+def part_as_dtensor(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size
+) -> DTensor:
+    """This rank's memory as a part of the whole; nothing is copied."""
+    # Parts may be uneven; torch would take all of them to be as large as this one.
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def full_tensor_of(tensor: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ from headway.schedule.pipeline_schedule import (
     ActionKind,
     PipelineSchedule,
     SchedulePipe,
+    message_actions,
 )
 
 Key = tuple[ActionKind, str, int, int, int]
@@ -311,22 +312,13 @@ def find_unmatched_messages(table: CellIndex) -> Iterator[Violation]:
     for edge in table.schedule.transfers():
         pipe, source, target, microbatch = edge
         result = table.forward if source < target else table.gradient
-        actions = _actions(edge)
+        actions = message_actions(*edge)
         send, post, receive = (table.at.get(key_of(action)) for action in actions)
         if not (send and post and receive):
             yield from _missing(table, edge, actions)
         yield from _in_turn(result(pipe, source, microbatch), send)
         yield from _in_turn(post, receive)
         yield from _in_turn(receive, result(pipe, target, microbatch))
-
-
-def _actions(edge: Edge) -> tuple[Action, Action, Action]:
-    pipe, source, target, microbatch = edge
-    return (
-        Action(ActionKind.SEND, pipe, source, microbatch, target),
-        Action(ActionKind.POST, pipe, target, microbatch, source),
-        Action(ActionKind.RECV, pipe, target, microbatch, source),
-    )
 
 
 def _missing(table: CellIndex, edge: Edge, actions: tuple[Action, ...]) -> Iterator[Violation]:

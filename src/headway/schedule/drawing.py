@@ -47,6 +47,7 @@ def draw_aligned(schedule: PipelineSchedule) -> str:
         for action in row:
             if action in schedule.slots:
                 slot = schedule.slots[action]
+                # The two forwards of a pair share a slot (Chimera's double units).
                 cells[slot] = cells.get(slot, "") + write(action)
         rows.append(cells)
     return _lines(rows)

@@ -30,6 +30,7 @@ from headway.schedule.pipeline_schedule import (
     Action,
     ActionKind,
     PipelineSchedule,
+    message_actions,
 )
 from headway.schedule.stage_costs import StageCosts
 from headway.schedule.timing import ScheduleTiming, time_schedule
@@ -57,16 +58,9 @@ class Message:
     taker: Where
 
     @property
-    def send(self) -> Action:
-        return Action(ActionKind.SEND, self.pipe, self.source, self.microbatch, self.target)
-
-    @property
-    def post(self) -> Action:
-        return Action(ActionKind.POST, self.pipe, self.target, self.microbatch, self.source)
-
-    @property
-    def receive(self) -> Action:
-        return Action(ActionKind.RECV, self.pipe, self.target, self.microbatch, self.source)
+    def actions(self) -> tuple[Action, Action, Action]:
+        """SEND, POST and RECV."""
+        return message_actions(self.pipe, self.source, self.target, self.microbatch)
 
 
 def messages(schedule: PipelineSchedule) -> Iterator[Message]:
@@ -124,10 +118,11 @@ def add_messages(
     received: dict[Where, list[Action]] = {}
     for message in sends:
         rank, position = message.giver
-        sent.setdefault((rank, position + 1), []).append(message.send)
+        sent.setdefault((rank, position + 1), []).append(message.actions[0])
     for message in arrivals:
-        posted.setdefault((message.taker[0], posts[message]), []).append(message.post)
-        received.setdefault(message.taker, []).append(message.receive)
+        _, post, receive = message.actions
+        posted.setdefault((message.taker[0], posts[message]), []).append(post)
+        received.setdefault(message.taker, []).append(receive)
     rows = []
     for rank, actions in enumerate(schedule.order):
         row: list[Action] = []

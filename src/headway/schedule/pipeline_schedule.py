@@ -114,6 +114,17 @@ class Action:
         return earlier if self.kind == ActionKind.SEND else not earlier
 
 
+def message_actions(
+    pipe: str, source: int, target: int, microbatch: int
+) -> tuple[Action, Action, Action]:
+    """SEND, POST and RECV of a result that goes from one stage to another."""
+    return (
+        Action(ActionKind.SEND, pipe, source, microbatch, target),
+        Action(ActionKind.POST, pipe, target, microbatch, source),
+        Action(ActionKind.RECV, pipe, target, microbatch, source),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulePipe:
     """A chain of stages.

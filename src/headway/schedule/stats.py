@@ -163,6 +163,7 @@ def measure_schedule(
     timer = ScheduleTimer(schedule, costs)
     timing = timer.timing()
     busy = [timing.busy(rank) for rank in range(schedule.ranks)]
+    # A table of nothing takes no time, and has no bubble to divide by it.
     span = timing.makespan or 1.0
     versions = [_versions(actions) for actions in schedule.order]
     return ScheduleStats(

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
-from headway.data.slabs.slab_source import SlabSource, slabs_in, write_sample
+from headway.data.slabs.slab_source import SlabSource, slabs_in
 from headway.data.source import Source
 from headway.errors import RecipeError
 from headway.optim.warmup import warmup_tenth_then_cosine
@@ -386,18 +386,6 @@ def _rotated(cube: Tensor, draw: np.random.Generator) -> Tensor:
     mirrored = (1 + np.flatnonzero(draw.integers(0, 2, 3))).tolist()
     shifts = draw.integers(0, cube.shape[-1], 3).tolist()
     return cube.permute(0, *order).flip(mirrored).roll(shifts, (1, 2, 3))
-
-
-def write(folder: str | Path, universes: Universes) -> None:
-    """One .hdf5 file for each universe, float32; files that are there are left alone.
-
-    Raises:
-        MissingExtra: h5py is not installed.
-    """
-    for sample in range(len(universes)):
-        cube, parameters = universes.universe(sample)
-        path = Path(folder) / f"universe-{universes.first + sample:010d}.hdf5"
-        write_sample(path, {FULL: cube, UNIT_PARAMETERS: parameters})
 
 
 def source(

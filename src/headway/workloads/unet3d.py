@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Adam, Optimizer
 
-from headway.data.slabs.slab_source import SlabSource, slabs_in, write_sample
+from headway.data.slabs.slab_source import SlabSource, slabs_in
 from headway.data.source import Source
 from headway.errors import DataError, RecipeError
 from headway.optim.warmup import warmup_tenth_then_cosine
@@ -140,17 +140,6 @@ def prepared(parts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """Images and labels of a batch, as in files, as the loss takes them."""
     images, labels = parts
     return images.float() / 64 - 1, labels.long()
-
-
-def write(folder: str | Path, heads: _Heads) -> None:
-    """One .hdf5 file for each sample; files that are there are left alone.
-
-    Raises:
-        MissingExtra: h5py is not installed.
-    """
-    for number in range(len(heads)):
-        images, labels = heads.sample(number)
-        write_sample(Path(folder) / f"head-{number:08d}.hdf5", {IMAGES: images, LABELS: labels})
 
 
 class Phantoms(_Heads):

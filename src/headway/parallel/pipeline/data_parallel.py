@@ -36,6 +36,7 @@ from headway.parallel.fsdp import (
     fsdp_modules_in,
     fsdp_parameters_in,
     local_part_like,
+    part_as_dtensor,
     reshard_fsdp_modules,
     same_placements,
 )
@@ -307,6 +308,7 @@ class _FlatAllReduce:
 
     def start(self) -> None:
         self._flats = {}
+        # One buffer for each type of elements: `torch.cat` would promote the narrower ones.
         for dtype in dict.fromkeys(p.dtype for p in self._parameters if p.requires_grad):
             chosen = [p for p in self._parameters if p.requires_grad and p.dtype == dtype]
             self._flats[dtype] = chosen, _fuse(chosen)
@@ -502,12 +504,9 @@ def _keep(
     size, number = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
     # A copy: `_free` takes the memory of the whole away, and that of its views.
     part = _chunk(whole.data, size, number).clone(memory_format=torch.contiguous_format)
+    # The last dimension of the mesh has the parts, the one before it the copies (`_meshes`).
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-    # The parts may be uneven; torch would assume that the others are as large as this one.
-    stride = torch.empty(whole.shape, device="meta").stride()
-    held = DTensor.from_local(
-        part, mesh, placements, run_check=False, shape=whole.shape, stride=stride
-    )
+    held = part_as_dtensor(part, mesh, placements, whole.shape)
     owner, key = sites[0]
     sharded: DTensor = nn.Parameter(held, whole.requires_grad)  # type: ignore[assignment]
     return _Kept(stages, whole, ShardedParameterSite(owner, key, sharded), sites)

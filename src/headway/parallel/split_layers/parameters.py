@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from headway.parallel.fsdp import full_tensor_of
+from headway.parallel.fsdp import full_tensor_of, part_as_dtensor
 from headway.parallel.split_tensor import WHOLE_DIMENSION, DimensionCut, SplitTensor
 from headway.parallel.tensor.grid import (
     ProcessGrid,
@@ -93,12 +93,7 @@ class ParameterPlacement:
 
     def _made(self, local: Tensor, shape: torch.Size, placements: list[Placement]) -> Tensor:
         assert self.mesh is not None
-        # torch cannot tell the whole's shape from a part where parts are uneven.
-        stride = torch.empty(shape, device="meta").stride()
-        found: Tensor = DTensor.from_local(
-            local, self.mesh, placements, run_check=False, shape=shape, stride=stride
-        )
-        return found
+        return part_as_dtensor(local, self.mesh, placements, shape)
 
     def _outer(self, cuts: DimensionCuts) -> list[Placement]:
         # The axes that `ProcessGrid.held_on` has, in its order.

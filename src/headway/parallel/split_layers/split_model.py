@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from headway.errors import UsageError
+from headway.parallel.fsdp import part_as_dtensor
 from headway.parallel.operator_rules import RULES
 from headway.parallel.split_layers.parameters import (
     DimensionCuts,
@@ -344,11 +345,4 @@ def _beside(parameter: Tensor, local: Tensor) -> Tensor:
     """A part in the form in which a module holds a parameter."""
     if not isinstance(parameter, DTensor):
         return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return part_as_dtensor(local, parameter.device_mesh, parameter.placements, parameter.shape)

@@ -278,6 +278,7 @@ def run_at_model_call(
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         done.append(do(ModelCall.of(args, kwargs)))
+        # The rest of the loss would need an output that nobody has computed.
         raise StageCompleted
 
     ModelProxy(model, run).compute(loss, data)
@@ -445,13 +446,11 @@ def cut_module_chain(
         examples = ExampleValues(model)
         with examples.opened():
             trace, starts = _chain(model, call, chain, examples)
-            parts = split_graph(trace, starts)
-            examples.forget()
-        stages = ModelStages(model, add_unused_parameters(model, parts), call.structure)
-        # In the other mode first: the flags that are kept are those of the mode that is run.
+        stages = _stages(trace, starts, relay=False)
+        # What is seen in the other mode is not kept: flags are those of the mode that is run.
         with training_mode(model, not model.training):
             check_stages_match_model(stages, call)
-        return check_stages_match_model(stages, call)
+        return stages
 
     return reshard_stages(check_loss(run_at_model_call(model, loss, data, choose), loss, data))
 

@@ -118,6 +118,7 @@ class ExampleValues:
                 self._open = False
 
     def forget(self) -> None:
+        # Placeholders stay: nothing could compute them again.
         self._values = {n: v for n, v in self._values.items() if n.op == "placeholder"}
 
     def know(self, node: fx.Node, value: Any) -> None:

@@ -161,16 +161,6 @@ class PipelineCallbacks:
     step: Callable[[int], None] | None = None
     doing: Callable[[Action], None] | None = None
 
-    def lacking(self, schedule: PipelineSchedule, rank: int) -> list[str]:
-        """What a rank's row of a table needs and is not here."""
-        kinds = {action.kind for action in schedule.order[rank]}
-        found = []
-        if kinds & {ActionKind.SYNC, ActionKind.WAIT} and self.sync is None:
-            found.append("it has SYNC, and nobody was given who sums gradients")
-        if ActionKind.STEP in kinds and self.step is None:
-            found.append("it has STEP, and nobody was given who makes steps")
-        return found
-
 
 class RankActions:
     """What one rank does.
@@ -580,7 +570,11 @@ def _check_pipeline(
         problems += [
             f"it does not say that stage {a} gives values to stage {b}" for a, b in missing
         ]
-    problems += calls.lacking(schedule, team.rank)
+    kinds = {action.kind for action in schedule.order[team.rank]}
+    if kinds & {ActionKind.SYNC, ActionKind.WAIT} and calls.sync is None:
+        problems.append("it has SYNC, and nobody was given who sums gradients")
+    if ActionKind.STEP in kinds and calls.step is None:
+        problems.append("it has STEP, and nobody was given who makes steps")
     if not schedule.flush and stages.shared:
         names = ", ".join(stages.shared)
         problems.append(

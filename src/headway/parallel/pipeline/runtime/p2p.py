@@ -399,6 +399,7 @@ class RemoteStageLink(StageLink):
     def send(self, microbatch: int, *, gradients: bool) -> PendingTransfers:
         """Let go what has been given, or given back."""
         news, tensors = self._leaving.pop(microbatch)
+        # Each direction of a micro-batch has a tag of its own: even ones forward, odd ones back.
         tag = self._tag + 2 * microbatch + gradients
         sent = [] if news is None else self._wire.announce(news, tag)
         return sent + self._wire.send(tensors, tag)

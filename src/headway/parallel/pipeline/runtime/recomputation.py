@@ -39,7 +39,7 @@ class RecomputedStage(nn.Module):
 
     def __init__(self, stage: Stage, device: torch.device, *, flush: bool) -> None:
         super().__init__()
-        self._watched: list[_Watched] = []
+        self._watched: _WatchedArguments = []
         graph = fx.Graph()
         graph.output(graph.graph_copy(stage.module.graph, {}))
         blocks: dict[str, _Block] = {}
@@ -71,9 +71,8 @@ class RecomputedStage(nn.Module):
         self._watched.clear()
         result = self.stage.forward(*values)
         # Behind the whole stage: a later block may have changed an argument, too.
-        for watched in self._watched:
-            changed = watched.tensor._version != watched.version
-            watched.block.alters = changed or bool(watched.block.alters)
+        for block, tensor, version in self._watched:
+            block.alters = tensor._version != version or bool(block.alters)
         self._watched.clear()
         return result
 
@@ -108,13 +107,8 @@ def _follows(node: fx.Node, before: fx.Node) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Watched:
-    """An argument of a block of which it is not known yet whether it is changed in place."""
-
-    block: _Block
-    tensor: Tensor
-    version: int
+_WatchedArguments = list[tuple["_Block", Tensor, int]]
+"""Block, argument and its version, where it is not known yet whether it is changed in place."""
 
 
 class _Block(nn.Module):
@@ -134,7 +128,7 @@ class _Block(nn.Module):
         name: str,
         module: nn.Module,
         device: torch.device,
-        watched: list[_Watched],
+        watched: _WatchedArguments,
         *,
         keeps_weights: bool,
         keeps_buffers: bool,
@@ -154,7 +148,7 @@ class _Block(nn.Module):
         leaves, structure = flatten((args, kwargs), is_payload)
         if self.alters is None:
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            self._watched += [_Watched(self, t, t._version) for t in tensors]
+            self._watched += [(self, t, t._version) for t in tensors]
         # Until the first micro-batch has shown that nothing is changed in place, copies are kept.
         call = _Call(
             block=self,

@@ -111,6 +111,7 @@ class WeightVersionPlan:
             key = action.pipe, action.stage
             now = newest.setdefault(key, 0)
             if action.kind == ActionKind.STEP:
+                # A STEP ends the version that it finds; the one that it makes is the next.
                 self._used[position] = now
                 self._end[key, now] = position
                 newest[key] = now + 1

@@ -532,6 +532,7 @@ def softmax(
     logarithm: bool = False,
     **kwargs: Any,
 ) -> Any:
+    # torch then guesses by the number of dimensions, which it has deprecated.
     if dim is None:
         raise RuleRefused("it names no dimension")
     dtype = kwargs.get("dtype")
