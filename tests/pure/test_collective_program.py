@@ -66,7 +66,7 @@ def programs(collective):
     """Of every generator that makes one, with several options."""
     c, n = collective, collective.ranks
     draw = random.Random(f"{c}")
-    yield direct(c, flight=draw.choice([1, 4]))
+    yield direct(c)
     if c.op == "all_to_all":
         return
     order = draw.sample(range(n), n)

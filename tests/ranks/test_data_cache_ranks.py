@@ -26,6 +26,7 @@ from headway.data.cache import blob_store as shelf_module
 from headway.data.cache import levels as disk_module
 from headway.data.cache.statistics import CacheCounters
 from headway.plans import BatchSplit
+from support.cache_counts import hit_rate, since
 from support.ranks import ranks, run_ranks
 
 LENGTH = 60
@@ -59,7 +60,7 @@ def epoch(source, world, number, workers=0):
             for micro in batch.micros:
                 for row, index in enumerate(micro.data[1].tolist()):
                     assert right(index, (micro.data[0][row], index))
-    return source.statistics().since(before)
+    return since(source.statistics(), before)
 
 
 # -- sharing ------------------------------------------------------------------------------------
@@ -72,7 +73,7 @@ def shared(results):
     assert sum(found.memory_stored for found in first) == LENGTH
     assert sum(found.disk_stored for found in first) == LENGTH
     assert sum(found.memory_samples for found in later) == LENGTH
-    assert all(found.hit_rate == 1 for found in later)
+    assert all(hit_rate(found) == 1 for found in later)
     assert not any(found.damaged for pair in results for found in pair)
 
 
@@ -112,7 +113,7 @@ def test_processes_that_get_it_by_value_use_the_same_levels_and_counts(tmp_path,
     found = source.statistics()
     assert (found.remote_samples, found.memory_samples) == (LENGTH, LENGTH)
     source.samples(range(LENGTH))
-    assert source.statistics().since(found).memory_samples == LENGTH
+    assert since(source.statistics(), found).memory_samples == LENGTH
 
 
 def count_up(world, counters):
@@ -169,7 +170,7 @@ def test_training_is_bit_for_bit_that_without_the_cache(world):
         results.append((losses, [p.detach().clone() for p in model.parameters()]))
     assert results[0][0] == results[1][0]
     assert all(map(torch.equal, results[0][1], results[1][1]))
-    assert examples.statistics().hit_rate > 0.2
+    assert hit_rate(examples.statistics()) > 0.2
 
 
 # -- death --------------------------------------------------------------------------------------
@@ -284,7 +285,7 @@ def test_the_directory_deleted_under_the_readers(world):
     before = source.statistics()
     source.samples(range(LENGTH))
     source.samples(range(LENGTH))
-    assert source.statistics().since(before).disk_samples >= LENGTH, "it goes on as before"
+    assert since(source.statistics(), before).disk_samples >= LENGTH, "it goes on as before"
     assert source.statistics().damaged == 0
 
 

@@ -82,12 +82,13 @@ def depths(parents: Parents) -> list[int]:
     roots = [rank for rank, parent in enumerate(parents) if parent is None]
     if len(roots) != 1:
         raise ValueError(f"the parents {parents} make no tree: {len(roots)} roots")
-    below = children(parents)
-    level, depth = roots, 0
-    while level:
-        for rank in level:
-            found[rank] = depth
-        level, depth = [child for rank in level for child in below[rank]], depth + 1
+    below, reached = children(parents), roots
+    found[roots[0]] = 0
+    # The list grows while it is walked: level by level, from the root.
+    for rank in reached:
+        for child in below[rank]:
+            found[child] = found[rank] + 1
+        reached += below[rank]
     if -1 in found:
         raise ValueError(f"the parents {parents} make no tree: rank {found.index(-1)} is not in it")
     return found

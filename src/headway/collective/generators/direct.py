@@ -19,15 +19,11 @@ from headway.collective.generators.program_builder import (
 from headway.collective.program.program import CollectiveProgram, CollectiveTask, even_sizes
 
 
-def direct(collective: CollectiveTask, *, flight: int = MESSAGES_IN_FLIGHT) -> CollectiveProgram:
-    """A program for any operation.
-
-    Args:
-        flight: Messages that an all_to_all sends at the same time; the receives all begin at once.
-    """
+def direct(collective: CollectiveTask) -> CollectiveProgram:
+    """A program for any operation."""
     writer = ProgramBuilder(collective)
     if collective.op == "all_to_all":
-        _all_to_all(writer, flight)
+        _all_to_all(writer)
         return writer.program("direct")
     everyone = range(collective.ranks)
     parts = parts_of(collective.shares)
@@ -48,11 +44,11 @@ def direct(collective: CollectiveTask, *, flight: int = MESSAGES_IN_FLIGHT) -> C
     return writer.program("direct")
 
 
-def _all_to_all(writer: ProgramBuilder, flight: int) -> None:
+def _all_to_all(writer: ProgramBuilder) -> None:
     """Pairwise, partners rotated, so that no rank is everybody's target at once."""
     table, tag = writer.collective.table, writer.tag()
     for rank, script in enumerate(writer.ranks):
-        write_all_to_all(script, rank, table[rank], [row[rank] for row in table], tag, flight)
+        write_all_to_all(script, rank, table[rank], [row[rank] for row in table], tag)
 
 
 def write_all_to_all(
@@ -61,14 +57,12 @@ def write_all_to_all(
     sent: Sequence[int],
     received: Sequence[int],
     tag: int = 0,
-    flight: int = MESSAGES_IN_FLIGHT,
 ) -> None:
     """One rank's part of an all_to_all; it only needs its own row and column of the table.
 
     Args:
         sent: Elements for each rank, one after the other in "in".
         received: Elements of each rank, one after the other in "out".
-        flight: Messages that are sent at the same time.
     """
     into, of = BufferArea("out"), BufferArea("in")
     places, sources = parts_of(received), parts_of(sent)
@@ -80,7 +74,7 @@ def write_all_to_all(
     ]
     leaving: list[int] = []
     for peer in others:
-        if len(leaving) == flight and sent[peer]:
+        if len(leaving) == MESSAGES_IN_FLIGHT and sent[peer]:
             script.wait([leaving.pop(0)])
         leaving += script.send(peer, tag, of.span(sources[peer]))
     script.copy(into.span(places[rank]), of.span(sources[rank]))
@@ -132,18 +126,12 @@ def _reduce(writer: ProgramBuilder, root: int) -> None:
             script.wait(handle)
             script.combine(sums, slot)
         script.wait([*leaving, *script.send(root, home, sums)])
-    _collect(writer, root, others, home)
-
-
-def _collect(writer: ProgramBuilder, root: int, others: list[int], tag: int) -> None:
-    """At the root: the sum of the others, part by part, added to its own."""
-    script = writer.ranks[root]
-    parts = parts_of(even_sizes(writer.collective.elements, max(1, len(others))))
-    arriving = []
+    # At the root: the sum of the others, part by part, added to its own.
+    script, coming = writer.ranks[root], []
     # Not strict: a rank alone has one part, and nobody to get it from.
     for rank, part in zip(others, parts, strict=False):
         slot = script.room(part[1] - part[0])
-        arriving.append((script.recv(rank, tag, slot), part, slot))
-    for handle, part, slot in arriving:
+        coming.append((script.recv(rank, home, slot), part, slot))
+    for handle, part, slot in coming:
         script.wait(handle)
         script.combine(OUT.span(part), slot)

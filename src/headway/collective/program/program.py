@@ -108,16 +108,6 @@ class CollectiveTask:
             return sum(row[rank] for row in self.table)
         return self.shares[rank] if self.op == "reduce_scatter" else self.elements
 
-    def sent_to(self, rank: int, peer: int) -> tuple[int, int]:
-        """all_to_all: where in `rank`'s "in" lies what it has for `peer`."""
-        start = sum(self.table[rank][:peer])
-        return start, start + self.table[rank][peer]
-
-    def got_from(self, rank: int, peer: int) -> tuple[int, int]:
-        """all_to_all: where in `rank`'s "out" belongs what `peer` has for it."""
-        start = sum(row[rank] for row in self.table[:peer])
-        return start, start + self.table[peer][rank]
-
     def goal(self, rank: int) -> Iterator[tuple[int, int, Terms]]:
         """What "out" must hold at the end, from its beginning to its end: (start, stop, terms)."""
         everyone = tuple((source, 0) for source in range(self.ranks))
@@ -135,9 +125,10 @@ class CollectiveTask:
                 first = self.borders[source]
                 yield first, first + share, ((source, -first),)
         else:
-            for source in range(self.ranks):
-                start, stop = self.got_from(rank, source)
-                yield start, stop, ((source, self.sent_to(source, rank)[0] - start),)
+            start = 0
+            for source, row in enumerate(self.table):
+                yield start, start + row[rank], ((source, sum(row[:rank]) - start),)
+                start += row[rank]
 
 
 def even_sizes(elements: int, parts: int) -> tuple[int, ...]:

@@ -155,30 +155,17 @@ class Adasum(StatelessMethod):
         hierarchical: The mean inside each node, Adasum across nodes; the factors are still those of
             whole layers. With few large nodes it is closer to the mean than Adasum over all ranks:
             a plan names it.
-        whole: One set of factors for the whole buffer, instead of one for each of its pieces.
-
-    Attributes:
-        coefficient: Of the last exchange, the mean over layers and levels of the two factors, each
-            weighted with its operand's squared norm: 0.5 where gradients agree (their mean), 1.0
-            where they are orthogonal (their sum), 1.5 where they are opposed; as this rank saw it,
-            nan if it combined nothing (before the first exchange, or beyond a power of two).
     """
 
     blocking: ClassVar[bool] = True
 
     def __init__(
-        self,
-        *,
-        hierarchical: bool = False,
-        whole: bool = False,
-        scratch: ScratchBuffers | None = None,
+        self, *, hierarchical: bool = False, scratch: ScratchBuffers | None = None
     ) -> None:
         self._hierarchical = hierarchical
-        self._whole = whole
         self._scratch = scratch or ScratchBuffers()
         self._widened: Float64Workspace | None = None
         self._turn = 0
-        self.coefficient = math.nan
 
     def rounds(self, fused: FusedBuffer, route: Route) -> Iterator[PendingOperation]:
         inside = across = None
@@ -191,28 +178,21 @@ class Adasum(StatelessMethod):
         if not (inside or across):
             return
         self._widened = self._widened or Float64Workspace(fused.buffer.device)
-        seen: list[float] = []
         tag = first_tag(fused.number, self._turn)
         self._turn += 1
         tasks = (
             _Combination(
                 fused.buffer, pieces, flags, inside, across, tag + place,
-                self._scratch, self._widened, seen,
+                self._scratch, self._widened,
             ).rounds()
-            for place, (pieces, flags) in enumerate(_groups(fused, self._whole))
+            for place, (pieces, flags) in enumerate(_groups(fused))
         )  # fmt: skip
         yield from pipeline_rounds(tasks, GROUPS_IN_FLIGHT)
-        if seen:
-            self.coefficient = sum(seen) / len(seen)
 
 
-def _groups(fused: FusedBuffer, whole: bool) -> Iterator[tuple[tuple[GradientSlice, ...], Tensor]]:
+def _groups(fused: FusedBuffer) -> Iterator[tuple[tuple[GradientSlice, ...], Tensor]]:
     """Runs of whole layers with their flags; 1024 at most, as they need tags."""
     pieces, flags = fused.pieces, fused.flags
-    if whole:
-        end = fused.gradients.numel()
-        yield (GradientSlice("", 0, end, (end,)),), flags
-        return
     size = max(GROUP_BYTES // fused.buffer.element_size(), fused.buffer.numel() // 1000)
     first = 0
     for number, piece in enumerate(pieces, 1):
@@ -233,7 +213,6 @@ class _Combination:
     tag: int
     scratch: ScratchBuffers
     widened: Float64Workspace
-    seen: list[float]
     used: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -335,7 +314,7 @@ class _Combination:
             yield from self._sum(sums, self.inside, self.inside.others)
         if last:
             self.used.copy_(sums[layers:])
-        self.seen.extend(operands.combine(sums[:layers].tolist()))
+        operands.combine(sums[:layers].tolist())
 
     def _sum(
         self, values: Tensor, circle: PeerGroup, places: Sequence[int]
@@ -393,18 +372,13 @@ class _Operands:
             for place, value in enumerate(found, 3 * number):
                 self.sums[place] += value
 
-    def combine(self, sums: Sequence[float]) -> Iterator[float]:
-        """Write the combination to the bucket, and yield the mean factor of each layer.
-
-        `sums` are those of all ranks that share the operands.
-        """
+    def combine(self, sums: Sequence[float]) -> None:
+        """Write the combination to the bucket; `sums` are of all ranks that share the operands."""
         for number, part in enumerate(self._parts):
             dot, first, second = sums[3 * number : 3 * number + 3]
             factors = adasum_coefficients(dot, first, second)
             own, opposite = factors if self._lower else factors[::-1]
             combine_scaled(self._own[part], self.other[part], own, opposite)
-            if first + second > 0:
-                yield 1 - dot / (first + second)
         self._scratch.give(self.other)
 
 

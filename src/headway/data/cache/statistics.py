@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,18 +53,8 @@ class CacheStatistics:
     def samples(self) -> int:
         return self.memory_samples + self.disk_samples + self.remote_samples
 
-    @property
-    def hit_rate(self) -> float:
-        """The part of them that was found in a level; 0 if there were none."""
-        return 1 - self.remote_samples / self.samples if self.samples else 0.0
-
-    def since(self, earlier: CacheStatistics) -> CacheStatistics:
-        """What came after `earlier`."""
-        names = [field.name for field in fields(self)]
-        return CacheStatistics(**{n: getattr(self, n) - getattr(earlier, n) for n in names})
-
     def to_dict(self) -> dict[str, int | float]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return asdict(self)
 
     def explain(self) -> str:
         """One line: "1000 samples: 600 from memory (12 MiB in 3 ms), ..., 40 s saved"."""
