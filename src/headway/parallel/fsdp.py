@@ -332,15 +332,11 @@ def fsdp_modules_in(module: nn.Module) -> list[FSDPModule]:
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
-def _as_module(part: FSDPModule) -> nn.Module:
-    """Each is one: its class was made of the user's and FSDPModule."""
-    assert isinstance(part, nn.Module)
-    return part
-
-
 def fsdp_parameters_in(module: nn.Module) -> Iterator[tuple[str, ShardedParameterSite]]:
     """The parameters that FSDP2 shards, by name; they are sharded now."""
-    inside = {id(part) for top in fsdp_modules_in(module) for part in _as_module(top).modules()}
+    # Each is a module as well: its class was made of the user's and FSDPModule.
+    tops = (cast(nn.Module, top) for top in fsdp_modules_in(module))
+    inside = {id(part) for top in tops for part in top.modules()}
     for prefix, owner in module.named_modules():
         if id(owner) in inside:
             for key, parameter in owner.named_parameters(recurse=False):
@@ -387,7 +383,7 @@ def _unreachable_gradient_dtypes(module: nn.Module) -> Iterator[tuple[torch.dtyp
     """
     for part in fsdp_modules_in(module):
         policy: Any = part._get_fsdp_state()._mp_policy
-        for _, place in fsdp_parameters_in(_as_module(part)):
+        for _, place in fsdp_parameters_in(cast(nn.Module, part)):
             kind = policy.param_dtype or place.sharded.dtype
             if policy.reduce_dtype not in (None, kind):
                 yield kind, policy.reduce_dtype

@@ -64,7 +64,10 @@ def explain_distributed_error(
     Args:
         position: Of the action that raised it; behind the last one: sends were awaited.
     """
-    where = f"rank {rank} of the pipeline stands at {describe_position(row, position)}"
+    cell = "the end of its row, where it waits until its last messages have arrived"
+    if position < len(row):
+        cell = f"{row[position]} (action {position + 1} of {len(row)})"
+    where = f"rank {rank} of the pipeline stands at {cell}"
     # Another rank can only be the cause where this one waits for it.
     ours = position >= len(row) or row[position].kind in _WAITING
     text = str(error).partition("\n")[0]
@@ -87,13 +90,6 @@ def explain_distributed_error(
         why=text,
         fix="Its own error, or the signal that killed it, is the cause.",
     )
-
-
-def describe_position(row: Sequence[Action], position: int) -> str:
-    """A cell of a row, for people."""
-    if position >= len(row):
-        return "the end of its row, where it waits until its last messages have arrived"
-    return f"{row[position]} (action {position + 1} of {len(row)})"
 
 
 # One rank's row of a lowered table, made into bound calls once and carried out many times.
