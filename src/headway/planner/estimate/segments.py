@@ -442,35 +442,6 @@ class StageCapacity(NamedTuple):
         return np.asarray(self.counts * self.seconds.min(axis=0))
 
 
-def stage_capacity(tables: SegmentTables) -> StageCapacity:
-    counts, _ = tables.kinds
-    kinds = list(dict.fromkeys(unit.kind for unit in tables.row))
-    moments, part = tables.transients.units(tables.setting), tables.setting.tensor
-    entries = {unit.kind: unit.entry for unit in tables.row}
-    lines = []
-    ahead = 0.0
-    for kind in kinds:
-        rows = tables.solved(kind).rows.reshape(2, -1, 5)
-        forward, backward = rows[..., 0], rows[..., 1] + np.arange(2.0)[:, None] * rows[..., 0]
-        kept, more, again, *_ = moments[kind]
-        entry = tables.setting.bytes_of(entries[kind])
-        twice = tables.transients.twice(kind, tables.setting)
-        least = rows[..., 4].min(axis=1)
-        seconds = (forward + backward).min(axis=1)
-        lines.append(
-            [
-                *(rows[..., 3].min(),) * 2,
-                *(max(least[0] - twice, 0.0), least[1]),
-                *((kept + more) / part, max(entry, again) / part),
-                *seconds,
-            ]
-        )
-        both = forward + backward
-        ahead = max(ahead, float(np.divide(forward, both, out=0 * both, where=both > 0).max()))
-    params, kept_, peak, seconds_ = np.array(lines).T.reshape(4, 2, len(kinds), 1)
-    return StageCapacity(counts[:, None], params[0], kept_, peak, seconds_, ahead, tuple(kinds))
-
-
 BYTE_PRICES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 30.0, 1e7)
 """Of a whole device's memory, in seconds of a micro-batch of the whole model."""
 SAVED_WEIGHTS = (1.0, 8.0)
@@ -567,7 +538,32 @@ class SegmentTables:
 
     @cached_property
     def room(self) -> StageCapacity:
-        return stage_capacity(self)
+        counts, _ = self.kinds
+        kinds = list(dict.fromkeys(unit.kind for unit in self.row))
+        moments, part = self.transients.units(self.setting), self.setting.tensor
+        entries = {unit.kind: unit.entry for unit in self.row}
+        lines = []
+        ahead = 0.0
+        for kind in kinds:
+            rows = self.solved(kind).rows.reshape(2, -1, 5)
+            forward, backward = rows[..., 0], rows[..., 1] + np.arange(2.0)[:, None] * rows[..., 0]
+            kept, more, again, *_ = moments[kind]
+            entry = self.setting.bytes_of(entries[kind])
+            twice = self.transients.twice(kind, self.setting)
+            least = rows[..., 4].min(axis=1)
+            seconds = (forward + backward).min(axis=1)
+            lines.append(
+                [
+                    *(rows[..., 3].min(),) * 2,
+                    *(max(least[0] - twice, 0.0), least[1]),
+                    *((kept + more) / part, max(entry, again) / part),
+                    *seconds,
+                ]
+            )
+            both = forward + backward
+            ahead = max(ahead, float(np.divide(forward, both, out=0 * both, where=both > 0).max()))
+        params, kept_, peak, seconds_ = np.array(lines).T.reshape(4, 2, len(kinds), 1)
+        return StageCapacity(counts[:, None], params[0], kept_, peak, seconds_, ahead, tuple(kinds))
 
     def states(self, tensor: str) -> tuple[str, ...]:
         """Placements of what crosses a border of units."""

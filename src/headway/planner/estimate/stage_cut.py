@@ -498,7 +498,8 @@ def forced_stage_starts(
         PlanError: No stage can begin there.
     """
     names = [module for module, how in force if how == "stage"]
-    found = {name: 0 if _is_first(name, row) else unit_of_module(name, row) for name in names}
+    first = next((unit.module for unit in row if unit.module), "")
+    found = {name: 0 if _lies_in(name, first) else unit_of_module(name, row) for name in names}
     legal = list(dict.fromkeys(unit.module for unit in row if unit.module))
     problems = [
         f"{name}=stage: no stage can begin there{nearest(name, legal)}"
@@ -549,11 +550,6 @@ def bar_intervals(
     for start in starts:
         never |= (first < start) & (stop > start)
     return np.where(never, -1, of)
-
-
-def _is_first(name: str, row: Sequence[LayerUnit]) -> bool:
-    first = next((unit.module for unit in row if unit.module), "")
-    return _lies_in(name, first)
 
 
 def _lies_in(name: str, module: str) -> bool:

@@ -204,7 +204,7 @@ def find_relaxations(
     # What memory alone costs: the fastest plan of the same devices without a limit.
     free = engine.related(replace(question, memory=np.inf, objective="fastest"))
     base = free.run().best.seconds / question.batch
-    found = list(_memory(engine, base, need))
+    found = [_memory(engine, base, need)]
     if not question.groups:  # which type there should be more of, nobody says
         found += _devices(engine, base, wider)
     for kind, tried in _same_machines(question):
@@ -215,21 +215,16 @@ def find_relaxations(
     return need, tuple(found)
 
 
-def _memory(engine: PlanSearch, base: float, need: LeastMemory) -> Iterator[Relaxation]:
+def _memory(engine: PlanSearch, base: float, need: LeastMemory) -> Relaxation:
     question = engine.question
     more = need.bytes - question.cap
     own = need.bytes <= max(one.device.memory for one in question.machines.values())
     how = f', --memory "{need.bytes} B"' if own else ""
     words = f"{format_bytes(more)} more per device ({format_bytes(need.bytes)}{how})"
-    yield from _relaxed(
-        engine,
-        base,
-        kind="memory",
-        change=words if need.proven else f"{words} or less",
-        question=replace(question, memory=float(need.bytes)),
-        shorter=replace(question, memory=float(need.bytes - 1)) if need.proven else None,
-        hardware=not own,
-    )
+    enough = replace(question, memory=float(need.bytes))
+    shorter = replace(question, memory=float(need.bytes - 1)) if need.proven else None
+    change = words if need.proven else f"{words} or less"
+    return _relaxed(engine, base, "memory", change, enough, shorter, hardware=not own)
 
 
 def _devices(
@@ -330,15 +325,7 @@ def _first_that_fits(
         same = question.machine is old.machine and question.force == old.force
         own = engine.related(question) if same else PlanSearch(question)
         if _fits(own):
-            yield from _relaxed(
-                own,
-                base,
-                kind=kind,
-                change=change,
-                question=question,
-                shorter=shorter,
-                hardware=hardware,
-            )
+            yield _relaxed(own, base, kind, change, question, shorter, hardware=hardware)
             return
         shorter = question
 
@@ -353,16 +340,16 @@ def _fits(engine: PlanSearch) -> bool:
 def _relaxed(
     engine: PlanSearch,
     base: float,
-    *,
     kind: str,
     change: str,
     question: PlanRequest,
     shorter: PlanRequest | None,
+    *,
     hardware: bool,
-) -> Iterator[Relaxation]:
+) -> Relaxation:
     point = engine.related(replace(question, objective="fastest")).run().best
     known = question.machine.network.levels[-1].width >= point.devices
-    yield Relaxation(
+    return Relaxation(
         kind=kind,
         change=change,
         question=question,

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from headway.cluster.link import Link
 from headway.cost.network import LinkLevel
 from headway.planner.search.request import PlanRequest
 from headway.units import format_bytes, format_flops, format_rate, format_seconds
@@ -167,21 +166,17 @@ def machine_numbers(question: PlanRequest) -> Iterator[MachineNumber]:
 
 def _of_level(level: LinkLevel, said: dict[str, str]) -> Iterator[MachineNumber]:
     """`said`: sources that fitting wrote beside those of the device, for the innermost level."""
-    link = level.link
+    link, message = level.link, level.message or level.link
     values = {
         "rate": format_rate(link.rate),
         "latency": format_seconds(link.latency),
-        "message": _message(level.message or link),
+        "message": f"{format_rate(message.rate)}, {format_seconds(message.latency)}",
     }
     fitted = {"rate": "link_rate", "latency": "link_latency", "message": "message_rate"}
     for name, value in values.items():
         own = level.source.get(name) or level.source.get("rate", "assumed")
         source = said.get(fitted[name]) or own
         yield MachineNumber(name=f"links.{level.name}.{name}", value=value, source=source)
-
-
-def _message(link: Link) -> str:
-    return f"{format_rate(link.rate)}, {format_seconds(link.latency)}"
 
 
 def in_data(question: PlanRequest) -> dict[str, object]:

@@ -7,7 +7,7 @@ Sources: Zou et al. 2017 (minibatch, devices, servers), Das et al. 2016 (samples
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from headway.collective.model.link_fit import LinkFit, ring_factor
@@ -25,6 +25,9 @@ from headway.planner.guidelines.layer_parallelism import (
     windows,
 )
 from headway.units import format_bytes, format_number, format_rate, format_seconds, format_share
+
+EFFICIENCY = 0.8
+"""Of devices that pay off, where nobody says another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +50,7 @@ class AdviceFacts:
 
     compute: float | None = None
     overhead: float | None = None
-    efficiency: float = 0.8
+    efficiency: float = EFFICIENCY
     parameter_bytes: float | None = None
     workers: int | None = None
     server_rate: float | None = None
@@ -207,16 +210,13 @@ def _groups(facts: AdviceFacts) -> Iterator[Advice]:
     if not (facts.layers and facts.batch and facts.workers):
         return
     nodes = facts.workers
-    alike: dict[DasLayer, list[str]] = {}
-    for layer in facts.layers:
-        alike.setdefault(replace(layer, name=""), []).append(layer.name or "a layer")
-    for layer, names in alike.items():
+    for layer, names in names_of_alike(facts.layers).items():
         groups = best_groups(layer, facts.batch, nodes)
         if groups == nodes:
             continue
         volumes = {g: hybrid_volume(layer, facts.batch, nodes, g) for g in (groups, 1, nodes)}
         yield Advice(
-            question=f"How should {_one_and(names)} be split?",
+            question=f"How should {one_and_more(names)} be split?",
             answer=f"{_grouped(groups, nodes)}: {format_bytes(volumes[groups])} per node and "
             f"iteration; data parallelism {format_bytes(volumes[nodes])}, model parallelism "
             f"{format_bytes(volumes[1])}.",
@@ -236,7 +236,16 @@ def _grouped(groups: int, nodes: int) -> str:
     return "Over all nodes" if groups == 1 else f"In {groups} groups of {nodes // groups} nodes"
 
 
-def _one_and(names: Sequence[str]) -> str:
+def names_of_alike(layers: Iterable[DasLayer]) -> dict[DasLayer, list[str]]:
+    """The names of equal layers, by what they have in common."""
+    found: dict[DasLayer, list[str]] = {}
+    for layer in layers:
+        found.setdefault(replace(layer, name=""), []).append(layer.name or "a layer")
+    return found
+
+
+def one_and_more(names: Sequence[str]) -> str:
+    """ "blocks.0.mlp and 3 more like it"."""
     return names[0] + (f" and {len(names) - 1} more like it" if len(names) > 1 else "")
 
 

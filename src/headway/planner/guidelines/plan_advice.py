@@ -32,7 +32,14 @@ from headway.planner.estimate.degrees import Degrees, microbatch_sizes
 from headway.planner.estimate.operators import OperatorSetting, legal_rules, operator_cost
 from headway.planner.explain.step_parts import level_of
 from headway.planner.guidelines import zou
-from headway.planner.guidelines.advice import Advice, AdviceFacts, guidelines
+from headway.planner.guidelines.advice import (
+    EFFICIENCY,
+    Advice,
+    AdviceFacts,
+    guidelines,
+    names_of_alike,
+    one_and_more,
+)
 from headway.planner.guidelines.layer_algorithms import Minibatch, choose_minibatch
 from headway.planner.guidelines.layer_parallelism import (
     ROWS,
@@ -177,7 +184,7 @@ def _times(setting: OperatorSetting, operator: Operator) -> LayerTimes:
 
 
 def advice_of(
-    job: AdviceRequest, *, efficiency: float = 0.8, measured: Minibatch | None = None
+    job: AdviceRequest, *, measured: Minibatch | None = None
 ) -> tuple[list[Advice], list[str]]:
     """The answers, and what is not known.
 
@@ -190,7 +197,6 @@ def advice_of(
     shared = AdviceFacts(
         compute=job.compute,
         overhead=job.overhead,
-        efficiency=efficiency,
         workers=job.devices,
         minibatch=measured or job.minibatch,
         period="an epoch" if measured else "a device's share of a step",
@@ -329,10 +335,9 @@ def _line(name: str, row: ParadlRow, devices: int, cap: float) -> str:
 
 def _degrees(job: AdviceRequest) -> Iterator[Advice]:
     """For each kind of product the tensor degree with the least exchange."""
-    found: dict[DasLayer, list[str]] = {}
-    for layer in by_module(job.engine.question.work.graph):
-        # The first layer has the same volumes, only less to compute.
-        found.setdefault(replace(layer, name="", first=False), []).append(layer.name)
+    # The first layer has the same volumes, only less to compute.
+    layers = (replace(one, first=False) for one in by_module(job.engine.question.work.graph))
+    found = names_of_alike(layers)
     if not found:
         return
     network = job.engine.question.machine.network
@@ -350,8 +355,7 @@ def _degrees(job: AdviceRequest) -> Iterator[Advice]:
         )
         degree = best_degree(product, job.batch, job.devices, rate=rate)
         numbers[names[0]] = degree
-        more = f" and {len(names) - 1} more like it" if len(names) > 1 else ""
-        texts.append(f"{degree} for {names[0]}{more}")
+        texts.append(f"{degree} for {one_and_more(names)}")
     yield Advice(
         question="Which tensor degree of each product exchanges least?",
         answer="; ".join(texts) + ".",
@@ -360,15 +364,13 @@ def _degrees(job: AdviceRequest) -> Iterator[Advice]:
     )
 
 
-def advice_of_mixed(
-    search: PlanSearch, point: Point, *, efficiency: float = 0.8
-) -> tuple[list[Advice], list[str]]:
+def advice_of_mixed(search: PlanSearch, point: Point) -> tuple[list[Advice], list[str]]:
     """The answers, and what is not known."""
     jobs = {kind: _job(search, point, kind) for kind, _ in point.amounts}
-    answers = list(_of_group(point, jobs, efficiency))
+    answers = list(_of_group(point, jobs))
     unknown: list[str] = []
     for kind, job in jobs.items():
-        own, lacking = advice_of(job, efficiency=efficiency)
+        own, lacking = advice_of(job)
         as_if = f"[as if all {job.devices} devices were {kind}] " if len(jobs) > 1 else ""
         answers += [
             replace(one, question=f"{as_if}{one.question}")
@@ -386,13 +388,11 @@ def _job(search: PlanSearch, point: Point, kind: str) -> AdviceRequest:
     return AdviceRequest(PlanSearch(question), point.devices, min(share, *sizes))
 
 
-def _of_group(
-    point: Point, jobs: Mapping[str, AdviceRequest], efficiency: float
-) -> Iterator[Advice]:
+def _of_group(point: Point, jobs: Mapping[str, AdviceRequest]) -> Iterator[Advice]:
     yield _idle(point)
     if len(jobs) > 1:
         yield _shares(point, jobs)
-        yield _worth(point, jobs, efficiency)
+        yield _worth(point, jobs)
 
 
 def _idle(point: Point) -> Advice:
@@ -438,7 +438,7 @@ def _shares(point: Point, jobs: Mapping[str, AdviceRequest]) -> Advice:
     )
 
 
-def _worth(point: Point, jobs: Mapping[str, AdviceRequest], efficiency: float) -> Advice:
+def _worth(point: Point, jobs: Mapping[str, AdviceRequest]) -> Advice:
     """Lemma 1 with the group as a number of its fastest devices."""
     each = {kind: _sample(job) for kind, job in jobs.items()}
     fastest = min(each, key=lambda kind: each[kind])
@@ -446,12 +446,12 @@ def _worth(point: Point, jobs: Mapping[str, AdviceRequest], efficiency: float) -
     compute, overhead = jobs[fastest].compute, max(job.overhead for job in jobs.values())
     ratio = overhead / compute
     reached = zou.efficiency(ratio, worth)
-    verdict = "at least" if reached >= efficiency else "less than"
+    verdict = "at least" if reached >= EFFICIENCY else "less than"
     return Advice(
         question="How many of the fastest devices are they worth?",
         answer=f"{format_number(worth)} x {fastest}. Sharing the batch as above they are "
         f"{format_number(zou.speed_up(ratio, worth))} times as fast as one of these, "
-        f"{format_share(reached)} of what they are worth, {verdict} the {efficiency:.0%} wanted: "
+        f"{format_share(reached)} of what they are worth, {verdict} the {EFFICIENCY:.0%} wanted: "
         f"what does not shrink takes {format_share(ratio)} of the compute.",
         numbers={
             "G": worth,
@@ -460,7 +460,7 @@ def _worth(point: Point, jobs: Mapping[str, AdviceRequest], efficiency: float) -
             "R_O": ratio,
             "alpha_G": reached,
             "speed_up": zou.speed_up(ratio, worth),
-            "alpha": efficiency,
+            "alpha": EFFICIENCY,
         },
         source="Zou et al. 2017, Lemma 1, with G as a sum of c_fastest / c",
     )

@@ -8,7 +8,7 @@ and each tensor degree must be legal for all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -225,7 +225,8 @@ def parse_force(words: Sequence[str]) -> tuple[ForcedModules, list[str]]:
 
 def resolve_force(work: PlanningWorkload, force: ForcedModules) -> tuple[ForcedModules, list[str]]:
     """The same with a module standing for all that it holds; and which patterns match nothing."""
-    names = _names(work)
+    forcible = (forcible_names(o) for o in work.graph.operators if o.parameters)
+    names = list(dict.fromkeys(name for some in forcible for name in some))
     found, problems = [], []
     for pattern, how in force:
         # A stage begins at one module, where one tensor crosses.
@@ -243,11 +244,6 @@ def resolve_force(work: PlanningWorkload, force: ForcedModules) -> tuple[ForcedM
     except PlanError as error:
         problems += [f"--force {problem}" for problem in error.problems]
     return tuple(found), problems
-
-
-def _names(work: PlanningWorkload) -> list[str]:
-    found = (forcible_names(o) for o in work.graph.operators if o.parameters)
-    return list(dict.fromkeys(name for names in found for name in names))
 
 
 def _nearest(pattern: str, names: Sequence[str]) -> str:
@@ -270,7 +266,11 @@ def restrict_to_force(
     above = [t for t in degrees if t > 1]
     force = tuple(pair for pair in question.force if pair[1] != "stage")
     if not force or not above:
-        return question, list(_alone(question))
+        return question, [
+            f"--force {pattern}={how}: without a tensor axis nothing is split; more devices?"
+            for pattern, how in question.force
+            if how.startswith("split")
+        ]
     legal, problems = [], []
     for t in above:
         setting = OperatorSetting(
@@ -291,12 +291,6 @@ def restrict_to_force(
     if replicated and 1 in degrees:
         legal.insert(0, 1)
     return replace(question, tensor=tuple(legal)), [] if legal else problems
-
-
-def _alone(question: PlanRequest) -> Iterator[str]:
-    for pattern, how in question.force:
-        if how.startswith("split"):
-            yield f"--force {pattern}={how}: without a tensor axis nothing is split; more devices?"
 
 
 def restrict_to_executor(question: PlanRequest, *, zero: tuple[int, ...] = (0,)) -> PlanRequest:
