@@ -29,7 +29,7 @@ from headway.planner.explain.hardware_changes import (
     hardware_changes,
 )
 from headway.planner.explain.step_parts import fullest_stage_memory, step_parts
-from headway.planner.guidelines.das import layers_of
+from headway.planner.guidelines.layer_parallelism import layers_of
 from headway.planner.guidelines.plan_advice import AdviceRequest, advice_of
 from headway.planner.search.branch_and_bound import PlanSearch, find_plans
 from headway.planner.search.plan_conversion import (
