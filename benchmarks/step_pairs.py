@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from headway.run.distributed.world import World
 from headway.run.training.job import TrainJob
-from headway.run.training.loop import StepCounter, StopRequest, Training
+from headway.run.training.loop import StopRequest, Training
 from language_model import BATCH, LanguageModel, Words, adamw, loss
 
 WARM = 4
@@ -56,7 +56,7 @@ if __name__ == "__main__":
 
     with ExitStack() as stack, StopRequest() as stop:
         job = TrainJob(recipe="language_model:recipe", directory=folder / "run", device="cpu")
-        training = Training(job, World.adopt(), stop, StepCounter(), stack)
+        training = Training(job, World.adopt(), stop, stack)
         training.prepare()
         training.begin()
 

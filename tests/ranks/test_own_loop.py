@@ -319,7 +319,7 @@ def stalls(world: Any) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     exchange = headway.Exchange(model, optimizer, world=World.adopt(), bucket="80")
     model[1](torch.randn(2, 4)).sum().backward()
-    with pytest.raises(Stalled) as caught, exchange._strategy.exchanging():
+    with pytest.raises(Stalled) as caught, exchange._strategy.context.exchanging():
         raise Stalled("rank 1 did not come", why="Rank 0 waited 5 s.")
     assert "Rank 0 waited 5 s." in caught.value.why
     assert "here bucket 0 (1.bias, 1.weight) is on its way" in caught.value.why

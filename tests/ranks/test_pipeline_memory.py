@@ -23,10 +23,9 @@ from headway.run.executor import Executor
 from headway.run.step.setup import check_components
 from headway.run.strategy.strategy import Strategy
 from headway.run.training.job import TrainJob
-from headway.run.training.loop import CheckpointInventory, StepCounter, StopRequest, Training, train
-from headway.verification.compare import compare
+from headway.run.training.loop import CheckpointInventory, StopRequest, Training, train
 from headway.verification.distributed_run import record_in_world
-from headway.verification.recording import Recording, VerifyJob
+from headway.verification.recording import Recording, VerifyJob, compare
 from headway.verification.reference import record_serial
 from support.commands import events, newest_tensors
 from support.ranks import RanksFailed, run_ranks
@@ -129,7 +128,7 @@ def train_here(*jobs: TrainJob) -> None:
     world = World.adopt()
     for one in jobs:
         with ExitStack() as stack:
-            Training(one, world, StopRequest(), StepCounter(), stack).run()
+            Training(one, world, StopRequest(), stack).run()
 
 
 STAGES = {
@@ -364,7 +363,7 @@ def overlapping(world: Any, planted: bool) -> int:
     storage.save, CheckpointInventory.agree = slowly, told
     with ExitStack() as stack:
         one = job(world.directory / "run", 4, *STAGES[2], "checkpoint_every=1")
-        Training(one, here, StopRequest(), StepCounter(), stack).run()
+        Training(one, here, StopRequest(), stack).run()
     return sum(met)
 
 

@@ -62,7 +62,7 @@ def train(
         route = current.now.buckets[0].routes[0]
         role = route.group._role("all_reduce", current.now.buckets[0].fused.buffer.numel(), 8)
         programs.append((current.description.collective, role.name))
-    remarks = [each for each in run.strategy.remarks if "re-arranged" not in each]
+    remarks = [each for each in run.strategy.context.remarks if "re-arranged" not in each]
     run.strategy.close()
     return history, programs, remarks
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, MultiStepLR, SequentialLR
 
 from headway.checkpoint.format import Manifest
 from headway.checkpoint.store import CheckpointStore
-from headway.errors import CheckpointError, CheckpointMismatch
+from headway.errors import CheckpointMismatch
 from headway.run.strategy.training_state import TrainingState
 from support.tiny_models import Mlp, Points, Tied, WithUnused, cross_entropy
 
@@ -104,7 +103,9 @@ def test_tied_parameters_are_kept_once():
 def test_another_model_is_refused_with_every_difference(tmp_path):
     small, large = (TrainingState(m, OPTIMIZERS["adamw"](m), None) for m in (Mlp(8), Mlp(9)))
     advance(small, 1)
-    with pytest.raises(CheckpointMismatch, match=r"model.first.bias: saved \[8\], here \[9\]"):
+    with pytest.raises(
+        CheckpointMismatch, match=r"model.first.bias: saved float32 \[8\], here float32 \[9\]"
+    ):
         save_and_restore(tmp_path, small, large)
 
 
@@ -113,10 +114,3 @@ def test_other_groups_are_refused(tmp_path):
     advance(one, 1)
     with pytest.raises(CheckpointMismatch, match="groups the parameters differently"):
         save_and_restore(tmp_path, one, two)
-
-
-def test_a_parameter_outside_the_model_is_named():
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(3))], lr=0.1)
-    with pytest.raises(CheckpointError, match=r"shape \[3\] that the model does not have"):
-        TrainingState(model, optimizer, None).names()

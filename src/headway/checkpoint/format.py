@@ -204,7 +204,9 @@ class Manifest:
         Raises:
             CheckpointError: The facts hold something that is not a plain value.
         """
-        body = self._body()
+        # `asdict` would copy the facts, which are encoded as they are.
+        body = dataclasses.asdict(dataclasses.replace(self, facts={}))
+        body["facts"] = encode_facts(self.facts)
         # By hand: `indent` would put every number of a tensor's shape on a line of its own.
         lines = [
             f'"format": {self.format},',
@@ -217,15 +219,6 @@ class Manifest:
             f'"tensors": {_json_table(body["tensors"])}',
         ]
         return "{\n" + "\n".join(lines) + "\n}\n"
-
-    def _body(self) -> dict[str, Any]:
-        return {
-            "format": self.format,
-            "step": self.step,
-            "facts": encode_facts(self.facts),
-            "files": {name: dataclasses.asdict(entry) for name, entry in self.files.items()},
-            "tensors": {name: dataclasses.asdict(entry) for name, entry in self.tensors.items()},
-        }
 
     @staticmethod
     def from_json(text: str, *, where: str = MANIFEST_NAME) -> Manifest:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -51,14 +50,6 @@ from headway.checkpoint.directory import (
 )
 from headway.checkpoint.format import FileEntry, Manifest, StoredChunk, TensorEntry, build_header
 from headway.checkpoint.save_plan import SavePiece
-
-
-@dataclass(frozen=True)
-class WrittenPiece:
-    """Where a piece of a tensor went, and the file as a whole; travels to the coordinator."""
-
-    chunk: StoredChunk
-    file: FileEntry
 
 
 def save(
@@ -210,7 +201,8 @@ class SafetensorsWriter(StorageWriter):
             WriteResult(
                 index=item.index,
                 size_in_bytes=place.bytes,
-                storage_data=WrittenPiece(
+                # Where the piece went, and the file as a whole: it travels to the coordinator.
+                storage_data=(
                     StoredChunk(
                         offsets=tuple(item.index.offset or ()),
                         shape=place.shape,
@@ -229,8 +221,8 @@ class SafetensorsWriter(StorageWriter):
         chunks: dict[str, list[StoredChunk]] = {name: [] for name in metadata.state_dict_metadata}
         files: dict[str, FileEntry] = {}
         for result in (one for rank in results for one in rank):
-            chunks[result.index.fqn].append(result.storage_data.chunk)
-            files[result.storage_data.chunk.file] = result.storage_data.file
+            chunk, files[chunk.file] = result.storage_data
+            chunks[result.index.fqn].append(chunk)
         manifest = Manifest(
             step=self._manifest.step,
             facts=self._manifest.facts,

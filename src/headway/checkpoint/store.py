@@ -30,8 +30,8 @@ from headway.checkpoint.directory import (
 )
 from headway.checkpoint.format import Manifest, decode_facts, encode_facts
 from headway.checkpoint.save_plan import Holdings, SavePiece, partition_writes
-from headway.checkpoint.staging import StagingBuffer, specs_of
-from headway.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
+from headway.checkpoint.staging import StagingBuffer, check_match, specs_of
+from headway.errors import CheckpointDamaged, CheckpointError
 
 T = TypeVar("T")
 
@@ -54,15 +54,6 @@ class SaveReceipt:
     held_seconds: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class SkippedCheckpoint:
-    """A checkpoint that `restore` did not use, and why."""
-
-    step: int
-    path: Path
-    reason: str
-
-
 class CheckpointStore:
     """The checkpoints of one run, in one directory that all ranks see.
 
@@ -74,7 +65,7 @@ class CheckpointStore:
         keep: How many checkpoints stay on disk.
 
     Attributes:
-        skipped: What the last `restore` found damaged.
+        skipped: Step -> why it could not be used, of what the last `restore` found damaged.
     """
 
     def __init__(
@@ -92,7 +83,7 @@ class CheckpointStore:
         self.rank = rank
         self.ranks = ranks
         self.keep = keep
-        self.skipped: list[SkippedCheckpoint] = []
+        self.skipped: dict[int, str] = {}
         self._group = group if ranks > 1 else None
         self._staging = StagingBuffer()
         self._thread: threading.Thread | None = None
@@ -182,7 +173,7 @@ class CheckpointStore:
                 rank=self.rank,
                 group=self._group,
                 keep=self.keep,
-                damaged=[skip.step for skip in self.skipped],
+                damaged=list(self.skipped),
             )
         except BaseException:
             if self.rank == 0:  # a full disk needs the space now, not at the next save
@@ -249,7 +240,7 @@ class CheckpointStore:
             CheckpointError: Reading failed.
         """
         self.wait()
-        self.skipped = []
+        self.skipped = {}
         # Rank 0's list: the others may see a shared directory later, and must read the same one.
         for step in reversed(self._agree(self.steps())[0]):
             path = step_path(self.directory, step)
@@ -259,12 +250,12 @@ class CheckpointStore:
             if manifest is not None and not problem:
                 self._load(path, manifest, prepare(manifest))
                 return manifest
-            self._skip(SkippedCheckpoint(step=step, path=path, reason=problem))
+            self._skip(step, problem)
         if self.skipped:
             raise CheckpointDamaged(
                 f"none of {len(self.skipped)} checkpoints can be used",
                 where=str(self.directory),
-                why="\n  ".join(f"step {skip.step}: {skip.reason}" for skip in self.skipped),
+                why="\n  ".join(f"step {step}: {reason}" for step, reason in self.skipped.items()),
                 fix="copy a sound checkpoint back, or start in a new run directory",
             )
         return None
@@ -279,11 +270,11 @@ class CheckpointStore:
             return None, " ".join(str(error).split())
         return manifest, ""
 
-    def _skip(self, skip: SkippedCheckpoint) -> None:
-        self.skipped.append(skip)
+    def _skip(self, step: int, reason: str) -> None:
+        self.skipped[step] = reason
         if self.rank == 0:
             warnings.warn(
-                f"checkpoint of step {skip.step} is not used, the one before it is: {skip.reason}",
+                f"checkpoint of step {step} is not used, the one before it is: {reason}",
                 CheckpointWarning,
                 stacklevel=3,
             )
@@ -291,7 +282,7 @@ class CheckpointStore:
     def _load(self, path: Path, manifest: Manifest, tensors: dict[str, Tensor]) -> None:
         from headway.checkpoint import storage
 
-        _compare(path, manifest, tensors)
+        check_match(tensors, manifest, str(path), complete=False)
         try:
             storage.load(path, manifest, tensors, group=self._group)
         # These are BaseExceptions as well, but no failures of the checkpoint.
@@ -306,24 +297,6 @@ class CheckpointStore:
         values: list[Any] = [None] * self.ranks
         dist.all_gather_object(values, value, group=self._group)
         return values
-
-
-def _compare(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-    problems = []
-    for name, tensor in tensors.items():
-        entry = manifest.tensors.get(name)
-        wanted = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-        found = f"{entry.dtype}{list(entry.shape)}" if entry else "missing"
-        if wanted != found:
-            problems.append(f"{name}: the checkpoint has {found}, wanted is {wanted}")
-    if problems:
-        more = [f"... and {len(problems) - 10} more"] if len(problems) > 10 else []
-        raise CheckpointMismatch(
-            "the checkpoint is of another model or optimiser",
-            where=str(path),
-            why="\n  ".join(problems[:10] + more),
-            fix="use the recipe that wrote it, or another run directory",
-        )
 
 
 def _explain(error: BaseException, task: str, directory: Path) -> CheckpointError:

@@ -39,6 +39,7 @@ def start_forkserver(
         threads: See `threads_for`. The forkserver keeps the environment of its start, and OpenMP
             reads OMP_NUM_THREADS when torch is loaded.
     """
+    # "__main__" is multiprocessing's own list, which the call below replaces.
     modules = ["__main__", *dict.fromkeys((*PRELOAD, *preload))]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
     with (

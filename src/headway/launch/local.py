@@ -35,12 +35,11 @@ from headway.run.distributed.failure_record import read_failures
 from headway.run.training.run_directory import RunDirectory
 
 _KILL_SECONDS = 2.0
+_MONITOR_SECONDS = 0.05
 _NOISY = ("torch.distributed.elastic", "torch.multiprocessing", "torchelastic-events-null")
 
 
-def run_attempt(
-    job: Job, processes: int, *, shutdown_seconds: float, monitor_seconds: float
-) -> AttemptFacts:
+def run_attempt(job: Job, processes: int, *, shutdown_seconds: float) -> AttemptFacts:
     """Start the workers and wait for their end.
 
     Args:
@@ -58,7 +57,7 @@ def run_attempt(
     statuses: dict[int, int] = {}
     stop: str | None = None
     with _agent_contained(), _no_child_left():
-        config = _config(job, processes, shutdown_seconds, monitor_seconds)
+        config = _config(job, processes, shutdown_seconds)
         try:
             elastic_launch(config, run_worker)(job)
         except SignalException as error:
@@ -106,7 +105,7 @@ def _result(outbox: Path, rank: int) -> Any:
     return pickle.loads(path.read_bytes()) if path.exists() else None
 
 
-def _config(job: Job, processes: int, shutdown_seconds: float, monitor_seconds: float) -> Any:
+def _config(job: Job, processes: int, shutdown_seconds: float) -> Any:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -117,12 +116,14 @@ def _config(job: Job, processes: int, shutdown_seconds: float, monitor_seconds: 
         "run_id": f"headway-{uuid.uuid4().hex[:12]}",
         "rdzv_backend": "c10d",
         "rdzv_endpoint": "localhost:0",
+        # In emulated nodes the loopback is the node's own: the agent's store must be elsewhere.
         "local_addr": job.emulated.host if job.emulated else "127.0.0.1",
         "max_restarts": 0,  # the agent restarts after any failure; `RestartPolicy` decides here
-        "monitor_interval": monitor_seconds,
+        "monitor_interval": _MONITOR_SECONDS,
         "start_method": "forkserver",
         "logs_specs": DefaultLogsSpecs(log_dir=str(job.outbox / "agent")),
         "signals_to_handle": ",".join(_signals()),
+        # The agent takes whole seconds.
         "shutdown_timeout": max(1, round(shutdown_seconds)),
     }
     # The fields differ between versions of torch, and an unknown one is a TypeError.
@@ -188,7 +189,6 @@ def _no_child_left() -> Iterator[None]:
 
 
 SHUTDOWN_SECONDS = 30.0
-MONITOR_SECONDS = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,10 +218,8 @@ def launch_local(
     threads: int | None = None,
     first_attempt: int = 0,
     emulated: EmulatedCluster | PacedCluster | None = None,
-    progress: Callable[[], int] | None = None,
     on_restart: Callable[[int, str], None] | None = None,
     shutdown_seconds: float = SHUTDOWN_SECONDS,
-    monitor_seconds: float = MONITOR_SECONDS,
 ) -> LaunchResult:
     """Run entry(place, *arguments) in `processes` workers; restart them as the policy decides.
 
@@ -233,7 +231,6 @@ def launch_local(
         preload: Modules that the warm process imports besides torch.
         threads: Of each worker; None: OMP_NUM_THREADS, or its share of the cores.
         first_attempt: Number of the first attempt (a resumed run goes on counting).
-        progress: Returns the newest checkpoint's step, -1 for none; None: looks in `directory`.
         on_restart: Called before a restart with the number of the new attempt and the reason.
 
     Returns:
@@ -247,7 +244,6 @@ def launch_local(
     for text in check_processes(processes):
         warnings.warn(text, stacklevel=2)
     start_forkserver(processes, preload, threads)
-    newest = progress or (lambda: newest_checkpoint(directory))
     history: list[AttemptFacts] = []
     with tempfile.TemporaryDirectory(prefix="headway-", ignore_cleanup_errors=True) as scratch:
         while True:
@@ -265,14 +261,11 @@ def launch_local(
                 environment=dict(os.environ),
                 emulated=emulated,
             )
-            before = newest()
-            ending = run_attempt(
-                job,
-                processes,
-                shutdown_seconds=shutdown_seconds,
-                monitor_seconds=monitor_seconds,
+            before = newest_checkpoint(directory)
+            ending = run_attempt(job, processes, shutdown_seconds=shutdown_seconds)
+            history.append(
+                replace(ending, progress_before=before, progress_after=newest_checkpoint(directory))
             )
-            history.append(replace(ending, progress_before=before, progress_after=newest()))
             finished = _judge(history, policy or RestartPolicy())
             if finished is not None:
                 return finished

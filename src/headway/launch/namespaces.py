@@ -288,7 +288,7 @@ class NamespaceGuard:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            cwd="/",
+            cwd="/",  # this process's own folder may be removed before the guard ends
             start_new_session=True,
         )
 

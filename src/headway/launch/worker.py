@@ -188,7 +188,9 @@ def run_worker(job: Job) -> None:
     watch_others(job.outbox, place)
     with _signals_noticed() as signals:
         try:
-            _set_threads(job.threads)
+            import torch  # here, where its failure is this rank's error
+
+            torch.set_num_threads(job.threads)
             entry = resolve_name(job.entry) if isinstance(job.entry, str) else job.entry
             # Pickled here, so that a result which cannot be is an error of this rank.
             result = pickle.dumps(entry(place, *job.arguments))
@@ -329,12 +331,6 @@ def _enter_node(job: Job) -> LaunchEnv:
     os.environ["GLOO_SOCKET_IFNAME"] = job.emulated.interface
     os.environ[NODE] = name
     return replace(LaunchEnv.here(), pace=job.emulated.pace(name, job.outbox.parent))
-
-
-def _set_threads(threads: int) -> None:
-    import torch
-
-    torch.set_num_threads(threads)
 
 
 @contextlib.contextmanager

@@ -120,7 +120,7 @@ class Exchange:
     @property
     def remarks(self) -> list[str]:
         """Sentences about changes of the exchange, such as new bucket sizes."""
-        return self._strategy.remarks
+        return self._strategy.context.remarks
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -195,7 +195,7 @@ class Exchange:
         """Whether any rank still has batches; collective."""
         count = torch.tensor(float(active), device=self.world.device)
         if self.world.ranks > 1:
-            with self._strategy.exchanging():
+            with self._strategy.context.exchanging():
                 dist.all_reduce(count)
         return bool(count > 0)
 

@@ -30,7 +30,7 @@ from headway.data import Cursor, MicroBatch, RankBatch
 from headway.plans import Plan
 from headway.run.distributed import replica_sync
 from headway.run.distributed.world import World
-from headway.run.pipeline.step import PipelineRunner, check_last_batch
+from headway.run.pipeline.step import check_last_batch
 from headway.run.recipe.recipe import Loss, sum_and_count
 from headway.run.step.batch import (
     PaddingBatch,
@@ -211,6 +211,7 @@ class Executor:
         self.steps_done = 0
         self.record = StepRecord()
         self.wants_stop = False
+        # The runner of a pipeline cuts the inputs itself.
         self._loss = (
             loss if self.plan.pipe_degree > 1 else spatial_loss(loss, self.plan, self.world)
         )
@@ -226,6 +227,7 @@ class Executor:
         self._dtype = float_dtype(self.plan.memory.precision)
         if self._dtype is not None:
             to_float64(self.model)
+        # The lines above have moved and widened the parameters, but not the optimiser's state.
         move_optimizer_state(optimizer)
         # While the model is whole: under ZeRO `make_strategy` shards it.
         if self.world.ranks > 1:
@@ -249,6 +251,7 @@ class Executor:
                 probe=self._probe,
             ),
         )
+        self.pipeline = self.strategy.pipeline
         self.strategy.follow()
         self._handlers: dict[str, Callable[[Instruction], None]] = {
             "clear": self._clear, "pipeline": self._pass_through, "forward": self._forward,
@@ -292,11 +295,6 @@ class Executor:
             check_last_batch(self.plan, len(source))
         options["cursor"] = cursor or Cursor(seed=self.seed, epoch=0, position=0)
         return rank_loader(source, self.plan, self.world, **options)
-
-    @property
-    def pipeline(self) -> PipelineRunner | None:
-        """None where the model is not cut."""
-        return self.strategy.pipeline
 
     def step(self, batch: RankBatch) -> float:
         """One optimiser step; returns the loss of the global batch.
@@ -412,9 +410,7 @@ class Executor:
         self.strategy.begin(self.record, own, f"step {self.steps_done + 1}")
 
     def _forward(self, instruction: Instruction) -> None:
-        micro = self._micro(instruction)
-        with self.strategy.exchanging(), self._randomness(micro, drawing=True):
-            total, count = self._sum_and_count(micro)
+        total, count = self._call(instruction)
         # By the samples of the global batch, so that gradients only need to be added: over
         # micro-batches here, over ranks in the exchange.
         share = total / self.record.samples
@@ -423,10 +419,15 @@ class Executor:
         self._counts.append(count)
 
     def _idle(self, instruction: Instruction) -> None:
-        with self.strategy.exchanging(), self._randomness(self._micro(instruction), drawing=True):
-            total, _ = self._sum_and_count(self._micro(instruction))
+        total, _ = self._call(instruction)
         # Times 0: backward must run, with the collectives of sharded state, and add nothing.
         self._loss_of[instruction.microbatch or 0] = total * 0.0
+
+    def _call(self, instruction: Instruction) -> tuple[Tensor, Tensor | float]:
+        """The loss of an instruction's micro-batch, as a sum and what it is a sum over."""
+        micro = self._micro(instruction)
+        with self.strategy.context.exchanging(), self._randomness(micro, drawing=True):
+            return self._sum_and_count(micro)
 
     def _tally(self, _: Instruction) -> None:
         self.strategy.tally(self._shares, self._counts, vote=self.wants_stop)
@@ -435,7 +436,7 @@ class Executor:
         loss = self._loss_of.pop(instruction.microbatch or 0)
         recomputes = self._sites is not None and self._sites.in_backward
         with (
-            self.strategy.exchanging(),
+            self.strategy.context.exchanging(),
             self._randomness(self._micro(instruction), drawing=recomputes),
         ):
             loss.backward()

@@ -68,12 +68,14 @@ def record_in_world(world: World, job: VerifyJob, target: Path) -> None:
                 # A re-arranged exchange has new methods: these are watched as well.
                 exchange.on_made = watch.before_step
             loss = run.step(batch)
+            # With priority an update takes the gradients away with it.
             run.strategy.show()
             recorder.take(step, loss, run.strategy.tensors_by_kind())
             if watch and exchange:
                 watch.after_step(step, exchange.now)
             run.strategy.hide()
             _same_everywhere(run.strategy.parameters, world, step)
+    # Not `run.close`, which would gather the model and leave the caller's world.
     run.strategy.close()
     if world.rank == 0:
         recorder.recording().save(target)

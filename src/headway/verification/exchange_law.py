@@ -71,32 +71,28 @@ def load_laws(path: Path) -> list[Law]:
     return [Law(**facts) for facts in json.loads(path.read_text(encoding="utf-8"))]
 
 
-@dataclass(slots=True)
-class _Seen:
-    """What passed through one bucket's method in one step."""
-
-    into: Tensor
-    kept_before: Tensor
-    out: Tensor | None = None
-
-
 class ObservedMethod(ExchangeMethod):
-    """Passes everything on to a method, and remembers what it saw."""
+    """Passes everything on to a method, and remembers what it saw.
+
+    Attributes:
+        seen: Of one step: the gradients, what was kept back before, and the result.
+    """
 
     def __init__(self, inner: ExchangeMethod, bucket: Bucket) -> None:
         self.inner = inner
         self.elementwise = inner.elementwise  # type: ignore[misc]
         self.blocking = inner.blocking  # type: ignore[misc]
         self._bucket = bucket
-        self.seen: _Seen | None = None
+        self.seen: tuple[Tensor, Tensor, Tensor] | None = None
 
     def rounds(self, fused: FusedBuffer, route: Route) -> Iterator[PendingOperation]:
-        if fused.pieces:
-            # A copy, because the method works in this buffer.
-            self.seen = _Seen(fused.gradients.clone(), residual_of(self.inner, self._bucket))
+        if not fused.pieces:
+            yield from self.inner.rounds(fused, route)
+            return
+        # A copy, because the method works in this buffer.
+        into, kept_before = fused.gradients.clone(), residual_of(self.inner, self._bucket)
         yield from self.inner.rounds(fused, route)
-        if fused.pieces and self.seen is not None:
-            self.seen.out = fused.gradients.clone()
+        self.seen = into, kept_before, fused.gradients.clone()
 
     def state(self) -> dict[str, Tensor]:
         return self.inner.state()
@@ -122,11 +118,7 @@ class ExchangeLawMonitor:
         """Judge every bucket of a step that is done."""
         for bucket in exchange.buckets:
             witness = bucket.method
-            if (
-                isinstance(witness, ObservedMethod)
-                and witness.seen
-                and witness.seen.out is not None
-            ):
+            if isinstance(witness, ObservedMethod) and witness.seen:
                 law = self._judge(step, bucket, witness)
                 if law is not None:
                     self.laws.append(law)
@@ -134,33 +126,32 @@ class ExchangeLawMonitor:
 
     def _judge(self, step: int, bucket: Bucket, witness: ObservedMethod) -> Law | None:
         assert witness.seen is not None
-        seen = witness.seen
-        assert seen.out is not None
+        into, kept_before, out = witness.seen
         group = bucket.routes[0].group
         part = self.description.part(bucket.names[0])
         text = part.compress if part and part.compress else self.description.compress
         if self.description.reduce == "adasum":
-            expected = self._adasum(seen.into, bucket)
-            return _law(step, bucket, "adasum", expected, seen.out, TOLERANCE)
+            expected = self._adasum(into, bucket)
+            return _law(step, bucket, "adasum", expected, out, TOLERANCE)
         # The plan does not say which compressor was chosen, hence not which law holds.
         if text == "auto":
             return None
         compression = parse_compression(text)
         if compression.law == "feedback":
             # What this rank has sent: gradient and old residual, less what it keeps back now.
-            expected = seen.into + seen.kept_before - residual_of(witness.inner, bucket)
+            expected = into + kept_before - residual_of(witness.inner, bucket)
             dist.all_reduce(expected, group=group)
-            return _law(step, bucket, "feedback", expected, seen.out, TOLERANCE)
-        expected = seen.into.clone()
+            return _law(step, bucket, "feedback", expected, out, TOLERANCE)
+        expected = into.clone()
         dist.all_reduce(expected, group=group)
         if compression.law == "rounding":
-            largest = seen.into.abs().max()
+            largest = into.abs().max()
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
             ranks = bucket.routes[0].size
             scale = float(expected.abs().max()) or 1.0
             bound = 2 * ranks * compression.rounding * float(largest) / scale
-            return _law(step, bucket, "rounding", expected, seen.out, bound)
-        return _law(step, bucket, "sum", expected, seen.out, TOLERANCE)
+            return _law(step, bucket, "rounding", expected, out, bound)
+        return _law(step, bucket, "sum", expected, out, TOLERANCE)
 
     def _adasum(self, own: Tensor, bucket: Bucket) -> Tensor:
         """The reference; in a hierarchical exchange of the means of the nodes."""

@@ -12,8 +12,9 @@ PipeDream (Narayanan et al., SOSP 2019), PipeDream-2BW (Narayanan et al., ICML 2
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headway.data import Loader, MicroBatch, RankBatch, as_source
+from headway.data import Cursor, Loader, MicroBatch, RankBatch, as_source
 from headway.parallel.stages import ModelStages
 from headway.plans import BatchSplit
 from headway.run.distributed.launch_env import LaunchEnv
@@ -51,16 +52,30 @@ def record_serial(_: LaunchEnv, job: VerifyJob, target: Path, *, ranks: int | No
             for models whose modules see a batch as a whole (batch normalisation).
     """
     recipe = job.load()
+    _record(recipe, job, target, *_shares(recipe, job, ranks), partial(_step, recipe))
+
+
+def _record(
+    recipe: Recipe,
+    job: VerifyJob,
+    target: Path,
+    split: BatchSplit,
+    copies: int,
+    make_step: Callable[[TrainingState, RandomDraws, Sequence[RankBatch]], float],
+) -> None:
+    """Record steps that `make_step` makes of the batches of all copies; it returns the loss."""
     trained = build_training_state(recipe, to_float64(build_model(recipe)))
     recorder = Recorder(trained)
     sites: RandomDraws | None = None
-    shares_of_steps = recorded_steps(recipe, job, *_shares(recipe, job, ranks))
-    for step, shares in enumerate(shares_of_steps, 1):
-        micros = [micro for share in shares for micro in share.micros]
+    for step, batches in enumerate(recorded_steps(recipe, job, split, copies), 1):
+        first = next(micro for batch in batches for micro in batch.micros)
+        # Once: a probe runs the model several times, and finds the same in every step.
         sites = sites or probe_random_draws(
-            trained.model, recipe.loss, loss_inputs(micros[0]), resize_batch
+            trained.model, recipe.loss, loss_inputs(first), resize_batch
         )
-        loss = _step(recipe, trained, micros, shares[0], sites)
+        loss = make_step(trained, sites, batches)
+        if trained.scheduler is not None:
+            trained.scheduler.step()
         recorder.take(step, loss, trained.tensors_by_kind())
     recorder.recording().save(target)
 
@@ -74,34 +89,47 @@ def _shares(recipe: Recipe, job: VerifyJob, ranks: int | None) -> tuple[BatchSpl
 
 
 def _step(
-    recipe: Recipe,
-    trained: TrainingState,
-    micros: list[MicroBatch],
-    batch: RankBatch,
-    sites: RandomDraws,
+    recipe: Recipe, trained: TrainingState, sites: RandomDraws, shares: Sequence[RankBatch]
 ) -> float:
     """One step; returns the loss."""
-    model, start = trained.model, batch.start
+    model, samples = trained.model, shares[0].samples
     model.zero_grad()  # not the optimiser's alone: all gradients are of this step
-    sums, counts = 0.0, 0.0
-    for micro in micros:
-        seed_everything(recipe.seed, start.epoch, start.position)
-        with LogicalRandomness(sites, micro.positions, start.epoch):
-            total, count = sum_and_count(
-                recipe.loss(model, loss_inputs(micro)), len(micro.positions)
-            )
-            (total / batch.samples).backward()
-        sums, counts = sums + float(total.detach()), counts + float(count)
+    micros = [(micro, share.start) for share in shares for micro in share.micros]
+    sums, counts = _backward(recipe, model, sites, micros, samples)
     # What the loss is a sum over (words, pixels) is known only after the last micro-batch.
     for parameter in model.parameters():
         if parameter.grad is not None:
-            parameter.grad.mul_(batch.samples / counts)
+            parameter.grad.mul_(samples / counts)
     if recipe.clip is not None:
         nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
     trained.optimizer.step()
-    if trained.scheduler is not None:
-        trained.scheduler.step()
     return sums / counts
+
+
+def _backward(
+    recipe: Recipe,
+    model: nn.Module,
+    sites: RandomDraws,
+    micros: Iterable[tuple[MicroBatch, Cursor]],
+    samples: int,
+) -> tuple[float, float]:
+    """Add up the gradients of micro-batches, each with the beginning of its batch.
+
+    Args:
+        samples: Losses are divided by it.
+
+    Returns:
+        The sum of the losses, not divided, and what it is a sum over.
+    """
+    sums, counts = 0.0, 0.0
+    for micro, start in micros:
+        seed_everything(recipe.seed, start.epoch, start.position)
+        with LogicalRandomness(sites, micro.positions, start.epoch):
+            value = recipe.loss(model, loss_inputs(micro))
+            total, count = sum_and_count(value, len(micro.positions))
+            (total / samples).backward()
+        sums, counts = sums + float(total.detach()), counts + float(count)
+    return sums, counts
 
 
 def recorded_steps(
@@ -144,20 +172,12 @@ def record_delayed(
     """Run the recipe by its plan's table in one process, in float64; save the recording."""
     recipe = job.load()
     plan = recipe_plan(recipe, job.plan, ranks)
-    trained = build_training_state(recipe, to_float64(build_model(recipe)))
-    recorder = Recorder(trained)
-    sites: RandomDraws | None = None
-    for step, batches in enumerate(recorded_steps(recipe, job, plan.batch, plan.data_degree), 1):
-        first = batches[0].micros[0]
-        sites = sites or probe_random_draws(
-            trained.model, recipe.loss, loss_inputs(first), resize_batch
-        )
+
+    def step(trained: TrainingState, sites: RandomDraws, batches: Sequence[RankBatch]) -> float:
         table = plan.pipeline.make(plan.pipe_degree, len(batches[0].micros))
-        loss = _Step(recipe, trained, table, stages, sites).run(batches)
-        if trained.scheduler is not None:
-            trained.scheduler.step()
-        recorder.take(step, loss, trained.tensors_by_kind())
-    recorder.recording().save(target)
+        return _Step(recipe, trained, table, stages, sites).run(batches)
+
+    _record(recipe, job, target, plan.batch, plan.data_degree, step)
 
 
 class _Step:
@@ -193,8 +213,7 @@ class _Step:
         pending = list(range(len(batches[0].micros)))
         total = 0.0
         # The table's order between stages plays no role here: a micro-batch runs as soon as the
-        # versions
-        # that the table names for it exist.
+        # versions that the table names for it exist.
         while pending:
             ready = [m for m in pending if self._is_ready(m)]
             assert ready, "a version that no group can make"
@@ -216,15 +235,8 @@ class _Step:
         for stage, history in enumerate(self._history):
             self._write(history[self._versions[stage][microbatch]])
         self._trained.model.zero_grad()
-        loss, counted = 0.0, 0.0
-        for batch in batches:
-            micro, start = batch.micros[microbatch], batch.start
-            seed_everything(self._recipe.seed, start.epoch, start.position)
-            with LogicalRandomness(self._sites, micro.positions, start.epoch):
-                value = self._recipe.loss(self._trained.model, loss_inputs(micro))
-                total, count = sum_and_count(value, len(micro.positions))
-                total.backward()
-            loss, counted = loss + float(total.detach()), counted + float(count)
+        micros = [(batch.micros[microbatch], batch.start) for batch in batches]
+        loss, counted = _backward(self._recipe, self._trained.model, self._sites, micros, 1)
         # `zero_grad` sets `grad` to None, so that these tensors stay as they are.
         found = {name: p.grad for name, p in self._all.items() if p.grad is not None}
         self._gradients[microbatch], self._counts[microbatch] = found, counted

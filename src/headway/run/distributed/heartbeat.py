@@ -258,14 +258,8 @@ class RankFailure:
     @classmethod
     def from_message(cls, verdict: Mapping[str, Any]) -> RankFailure:
         """The verdict of another rank."""
-        kind: FailureKind = verdict["kind"]
-        return cls(
-            kind=kind,
-            ranks=tuple(int(rank) for rank in verdict["ranks"]),
-            what=str(verdict["what"]),
-            why=str(verdict["why"]),
-            fix=str(verdict["fix"]),
-        )
+        texts: dict[str, Any] = {name: str(verdict[name]) for name in ("what", "why", "fix")}
+        return cls(kind=verdict["kind"], ranks=tuple(map(int, verdict["ranks"])), **texts)
 
 
 def silent_ranks(
@@ -284,7 +278,8 @@ def silent_ranks(
         why = ""
     answers = {peer.answers() for peer in peers}
     why += _reason(answers)
-    words = [_last_words(peer) for peer in peers if peer.doing[0]]
+    spoken = [(_known(peer).rank, peer.doing[0]) for peer in peers if peer.doing[0]]
+    words = [f"Last report of rank {rank}: {doing}." for rank, doing in spoken]
     return RankFailure(
         kind="silent",
         ranks=tuple(sorted(_known(peer).rank for peer in peers)),
@@ -357,10 +352,6 @@ def _reason(answers: set[bool | None]) -> str:
             "code holds Python's lock."
         )
     return "It was killed or stopped, or its network is cut."
-
-
-def _last_words(peer: HeartbeatConnection) -> str:
-    return f"Last report of rank {_known(peer).rank}: {peer.doing[0]}."
 
 
 def _reports_for_node(own: ProcessIdentity, hub: ProcessIdentity) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -47,37 +46,24 @@ def find_nodes(world: World) -> Nodes:
     return Nodes.of([str(name) for name in names])
 
 
-@dataclass(frozen=True)
-class _TensorSpec:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    on_host: bool
-
-    @staticmethod
-    def of(tensor: Tensor) -> _TensorSpec:
-        return _TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device.type == "cpu")
-
-    def empty(self, device: torch.device) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
-
-
 def gather_to_rank0(own: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
     """All tensors on rank 0, one after the other; nothing on the other ranks.
 
     Args:
         own: Name -> tensor, dense; a name is given by one rank only.
     """
-    forms: list[dict[str, _TensorSpec]] = [{}] * world.ranks
-    dist.all_gather_object(forms, {name: _TensorSpec.of(tensor) for name, tensor in own.items()})
+    forms: list[dict[str, tuple[torch.Size, torch.dtype, bool]]] = [{}] * world.ranks
+    told = {name: (t.shape, t.dtype, t.device.type == "cpu") for name, t in own.items()}
+    dist.all_gather_object(forms, told)
     found = dict(own) if world.rank == 0 else {}
     for rank in range(1, world.ranks):
-        for name, form in forms[rank].items():
+        for name, (shape, dtype, on_host) in forms[rank].items():
             if world.rank == rank:
                 dist.send(_packed([own[name]], world.device), dst=0)
             elif world.rank == 0:
-                received = form.empty(world.device)
+                received = torch.empty(shape, dtype=dtype, device=world.device)
                 _receive([received], rank, world.device)
-                found[name] = received.cpu() if form.on_host else received
+                found[name] = received.cpu() if on_host else received
     return found
 
 

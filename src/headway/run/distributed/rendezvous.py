@@ -91,13 +91,20 @@ def _gather(place: LaunchEnv, seconds: float, deadline: float, notice: str) -> R
     if place.agent_store:
         address = reachable_address(place)
         store = _host(address, 0)
-        answers = _Answers(_agent_store(place, deadline), f"{address} {store.port}")
+        agents = _agent_store(place, deadline)
     else:
-        store, answers = _host(place.master_address, place.master_port), None
+        address = place.master_address
+        store, agents = _host(address, place.master_port), None
     waiting = set(range(1, place.ranks))
+    answered: set[str] = set()
     for _ in _polls(deadline):
-        if answers is not None:
-            answers.give(waiting)
+        if agents is not None:
+            # Questions of dead processes are answered as well; nobody reads those answers.
+            for rank in waiting:
+                word = _read(agents, _key("question", rank))
+                if word is not None and word not in answered:
+                    agents.set(_key("answer", word), f"{address} {store.port}")
+                    answered.add(word)
         waiting -= {rank for rank in waiting if store.check([_key("attempt", rank)])}
         if not waiting:
             break
@@ -109,23 +116,6 @@ def _gather(place: LaunchEnv, seconds: float, deadline: float, notice: str) -> R
     attempt = max([place.attempt, *told])
     store.set(_VERDICT, json.dumps({"missing": [], "attempt": attempt, "notice": notice}))
     return RendezvousResult(store=store, attempt=attempt, notice=notice)
-
-
-class _Answers:
-    """Rank 0's answers to the questions that it finds in the agents' store."""
-
-    def __init__(self, agents: Store, address: str) -> None:
-        self._agents = agents
-        self._address = address
-        self._answered: set[str] = set()
-
-    def give(self, waiting: Iterable[int]) -> None:
-        # Questions of dead processes are answered as well; nobody reads those answers.
-        for rank in waiting:
-            word = _read(self._agents, _key("question", rank))
-            if word is not None and word not in self._answered:
-                self._agents.set(_key("answer", word), self._address)
-                self._answered.add(word)
 
 
 def _host(address: str, port: int) -> TCPStore:

@@ -318,6 +318,7 @@ class World:
                 fix="Call dist.destroy_process_group() before, or leave the init to headway.",
             )
         check_heartbeat_timeout(patience_seconds)
+        # Before the meeting, in which the others are told its port.
         listener = HeartbeatListener.open() if place.rank == 0 and patience_seconds else None
         try:
             meeting = join_rendezvous(
@@ -469,6 +470,7 @@ class World:
     def _make_groups(self, store: Store) -> None:
         timeout = timedelta(seconds=self.timeout_seconds)
         if self.device.type == "cuda":
+            # NCCL makes its communicators, and `all_gather_object` its tensors, on this device.
             torch.cuda.set_device(self.device)
         # The prefix keeps torch's keys apart from those of the meeting and of the goodbye.
         dist.init_process_group(

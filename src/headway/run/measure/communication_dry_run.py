@@ -126,7 +126,6 @@ class _DryRun:
         self._example = data
         self._first = self._data(plan.micro_sizes(0)[0])
         self._inputs: Callable[[Any], Any] = lambda given: given
-        self._own: tuple[Any, ...] = ()
         if plan.split.spatial:
             self._inputs = SpatialInputs(
                 plan, dry_run_spatial_context(plan, rank, self._notes.on(SPACE))

@@ -207,8 +207,7 @@ def parameter_ownership(
         for name in (name for number, name in names.items() if number in held):
             using.setdefault(name, {}).update(dict.fromkeys(schedule.holders(stage.number)))
     # A loss may use buffers that no stage uses, on any rank where a pipe ends.
-    last, *rest = reversed(range(len(copies[0])))
-    everywhere = dict.fromkeys((last, *rest))
+    everywhere = dict.fromkeys(reversed(range(len(copies[0]))))
     return ParameterOwnership(
         rank,
         {

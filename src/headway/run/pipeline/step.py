@@ -356,11 +356,8 @@ class PipelineRunner:
                 fix="Leave out pipeline.balance, name the cuts in pipeline.cut, or read whole "
                 "samples.",
             )
-        self._cut(self._forward.prepare(data), self._in_parts if in_parts else self._forward.loss)
-
-    def _in_parts(self, model: Any, data: Any) -> Any:
-        assert self._inputs is not None
-        return self._forward.loss(model, self._inputs(data))
+        # `_loss` adopts the parts; of a model without split layers it calls the model itself.
+        self._cut(self._forward.prepare(data), self._loss if in_parts else self._forward.loss)
 
     def _cut(self, data: Any, loss: Loss) -> None:
         forward, plan = self._forward, self._plan

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -51,10 +50,6 @@ class CheckedRecipe:
     folders: tuple[Path, ...]
     keys: Mapping[str, tuple[str, ...]]
 
-    def importable(self) -> AbstractContextManager[None]:
-        """Make the user's modules importable inside a `with`."""
-        return importable_folders(*self.folders)
-
     def where(self, key: str) -> str:
         """The place of a table or key, for messages: "recipe.toml:12"."""
         if self.file is None:
@@ -71,7 +66,7 @@ def check_recipe(reference: str, overrides: Sequence[str] = ()) -> CheckedRecipe
         DocumentError: The file or the overrides have problems; all are listed.
     """
     checked = _find(reference, overrides)
-    with checked.importable():
+    with importable_folders(*checked.folders):
         _locate_all(checked)
     return checked
 

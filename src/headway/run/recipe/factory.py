@@ -37,6 +37,7 @@ from headway.run.recipe.user_code import (
     call_user_function,
     check_arguments,
     describe_value,
+    importable_folders,
     resolve_reference,
     user_line,
 )
@@ -59,7 +60,7 @@ def load_recipe(reference: str | Recipe, overrides: Sequence[str] = ()) -> Recip
         recipe = override_recipe(reference, overrides)
     else:
         checked = check_recipe(reference, overrides)
-        with checked.importable():
+        with importable_folders(*checked.folders):
             recipe = _build(checked)
             if recipe.pipeline is not None and recipe.pipeline.by_hand:
                 # Imported where it can be found: the model is cut when these folders are gone.
@@ -107,12 +108,7 @@ def _build(checked: CheckedRecipe) -> Recipe:
 def _from_function(
     document: RecipeReference, where: str, keys: Mapping[str, tuple[str, ...]]
 ) -> Recipe:
-    function = resolve_reference(document.recipe, where=where)
-    if not callable(function):
-        raise RecipeError(
-            f"{document.recipe} is {_article(function)}, not a function that returns a Recipe",
-            where=where,
-        )
+    function = _callable(document.recipe, where, "a function that returns a Recipe")
     recipe = call_user_function(function, where=where, **document.arguments)
     if not isinstance(recipe, Recipe):
         raise RecipeError(
@@ -227,12 +223,7 @@ class _Parts:
         )
 
     def function(self, reference: str, where: str) -> Callable[..., Any]:
-        function = resolve_reference(reference, where=where)
-        if not callable(function):
-            raise RecipeError(
-                f"{reference} is {_article(function)}, not a class or function", where=where
-            )
-        return cast("Callable[..., Any]", function)
+        return _callable(reference, where, "a class or function")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -343,6 +334,13 @@ def _memmap(table: DataTable, folder: Path, where: str) -> UserCall:
     check_arguments(MemmapSource, (None,), given, where)
     path = folder / Path(table.memmap).expanduser()
     return UserCall(MemmapSource, {"path": path, **given}, where)
+
+
+def _callable(reference: str, where: str, wanted: str) -> Callable[..., Any]:
+    function = resolve_reference(reference, where=where)
+    if not callable(function):
+        raise RecipeError(f"{reference} is {_article(function)}, not {wanted}", where=where)
+    return cast("Callable[..., Any]", function)
 
 
 def _article(value: object) -> str:

@@ -285,16 +285,11 @@ def _reason(error: BaseException) -> str:
 def _modules_nearby() -> list[str]:
     """Names of modules and packages that lie in the folders of the user."""
     found: set[str] = set()
-    for folder in _search_folders():
-        path = Path(folder or ".")
-        if path.is_dir():
+    for path in (Path(folder or ".") for folder in sys.path):
+        if _is_users(str(path.absolute())) and path.is_dir():
             found |= {entry.stem for entry in path.glob("*.py") if entry.stem.isidentifier()}
             found |= {entry.parent.name for entry in path.glob("*/__init__.py")}
     return sorted(found)
-
-
-def _search_folders() -> list[str]:
-    return [folder for folder in sys.path if _is_users(str(Path(folder or ".").absolute()))]
 
 
 def _find(module_name: str) -> importlib.machinery.ModuleSpec | None:

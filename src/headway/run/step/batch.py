@@ -87,6 +87,7 @@ def resize_batch(value: Any, samples: int) -> Any:
     def repeat(tensor: Tensor) -> Tensor:
         if tensor.ndim == 0:  # one number for the whole batch
             return tensor
+        # `expand` alone repeats one memory, in which torch refuses the model's in-place operators.
         return tensor[:1].expand(samples, *tensor.shape[1:]).contiguous()
 
     return map_tensors(value, repeat, texts=lambda texts: type(texts)(texts[:1] * samples))
@@ -132,21 +133,18 @@ def rank_loader(
     again = alone or options.get("workers") or plan.batch.shares
     if isinstance(source, SlabSource) and source.cut.parts > 1 and plan.split.spatial and not again:
         options.pop("workers", None)
-        return _store(source, plan, world, **options)
+        memory = source.memory
+        return SlabStore(
+            source,
+            plan.batch,
+            group=_ranks_of_the_part(plan, world),
+            memory=share_of_memory(world.place.local_ranks) if memory is None else memory,
+            keep=source.keep,
+            timeout=world.timeout_seconds,
+            **options,
+        )
     rank, ranks = plan.data_rank(world.rank), plan.data_degree
     return Loader(source, plan.batch, rank=rank, ranks=ranks, **options)
-
-
-def _store(source: SlabSource, plan: Plan, world: World, **options: Any) -> SlabStore:
-    return SlabStore(
-        source,
-        plan.batch,
-        group=_ranks_of_the_part(plan, world),
-        memory=share_of_memory(world.place.local_ranks) if source.memory is None else source.memory,
-        keep=source.keep,
-        timeout=world.timeout_seconds,
-        **options,
-    )
 
 
 def _ranks_of_the_part(plan: Plan, world: World) -> dist.ProcessGroup:

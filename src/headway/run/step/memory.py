@@ -178,9 +178,24 @@ def require_meta_copy(kept: nn.Module | None, model: nn.Module) -> nn.Module:
     return kept
 
 
-def fill_meta_copy(kept: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """The model of `meta_copy` with these parameters and buffers themselves, not copies."""
+def fill_meta_copy(
+    form: nn.Module,
+    model: nn.Module,
+    named: Mapping[str, nn.Parameter],
+    tensors: Mapping[str, Tensor],
+) -> nn.Module:
+    """A model of these tensors, frozen and in training or eval mode as `model`.
+
+    Args:
+        form: From `meta_copy`.
+        tensors: All parameters and buffers; the new model takes over their memory.
+    """
     # Tied tensors are one object in the copy, too: one entry replaces all their occurrences.
-    forms = dict((*kept.named_parameters(), *kept.named_buffers()))
-    memory: dict[int, Any] = {id(forms[name]): tensor for name, tensor in tensors.items()}
-    return copy.deepcopy(kept, memory)
+    forms = dict((*form.named_parameters(), *form.named_buffers()))
+    memory: dict[int, Any] = {
+        id(forms[name]): nn.Parameter(tensor, named[name].requires_grad)
+        if name in named
+        else tensor
+        for name, tensor in tensors.items()
+    }
+    return copy.deepcopy(form, memory).train(model.training)

@@ -19,6 +19,7 @@ Touches `torch.utils._python_dispatch`; a test notices when that changes.
 from __future__ import annotations
 
 import random
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -115,6 +116,7 @@ def probe_random_draws(
         two = _record(model, loss, resize(data, 2), backward=True)
         if not any(two.drew):
             return RandomDraws((), in_backward=False)
+        # Whether backward draws again does not depend on the samples: one backward pass tells.
         three = _record(model, loss, resize(data, 3), backward=False)
     except Exception:
         return _unresized(model, loss, data)
@@ -169,20 +171,11 @@ def _compare(two: Sequence[int], three: Sequence[int]) -> tuple[RandomDraw, str]
     return RandomDraw(dim, two[dim] // 2), ""
 
 
-class _Recorder(TorchDispatchMode):
-    """Notes the shape of the result of every operator that may draw, and whether it did.
-
-    Attributes:
-        again: Backward runs parts of the forward pass again, or may do so.
-    """
+class _DrawMode(TorchDispatchMode):
+    """Passes every operator on, but for those that may draw from the global generator."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.shapes: list[tuple[int, ...]] = []
-        self.drew: list[bool] = []
-        self.names: list[str] = []
-        self.forward = 0
-        self.again = False
 
     def __torch_dispatch__(
         self,
@@ -192,12 +185,38 @@ class _Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         keywords = kwargs or {}
-        if not _may_draw(func, keywords):
-            return func(*args, **keywords)
+        # Draws from a generator of the user's own are theirs.
+        may_draw = torch.Tag.nondeterministic_seeded in func.tags
+        if may_draw and keywords.get("generator") is None:
+            return self.on_draw(func, args, keywords)
+        return func(*args, **keywords)
+
+    @abstractmethod
+    def on_draw(self, func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Call an operator that may draw."""
+
+
+class _Recorder(_DrawMode):
+    """Notes the shape of the result of every operator that may draw, and whether it did.
+
+    Attributes:
+        again: Backward runs parts of the forward pass again, or may do so.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+        self.drew: list[bool] = []
+        self.names: list[str] = []
+        self.forward = 0
+        self.again = False
+
+    def on_draw(self, func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         generator = _generator(_device_of(args, keywords))
         before = generator.get_state()
         result = func(*args, **keywords)
-        self.shapes.append(tuple(_first_tensor(result).shape))
+        first = result[0] if isinstance(result, (tuple, list)) else result
+        self.shapes.append(tuple(first.shape))
         self.drew.append(not torch.equal(before, generator.get_state()))
         self.names.append(func.__name__.partition(".")[0])
         return result
@@ -265,7 +284,7 @@ def generators_restored() -> Iterator[None]:
         random.setstate(python_state)
 
 
-class LogicalRandomness(TorchDispatchMode):
+class LogicalRandomness(_DrawMode):
     """Draws random numbers by sample while it is active.
 
     Args:
@@ -273,7 +292,7 @@ class LogicalRandomness(TorchDispatchMode):
     """
 
     def __init__(self, sites: RandomDraws, positions: Sequence[int], epoch: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._sites = sites
         self._positions = positions
         self._epoch = epoch
@@ -298,16 +317,7 @@ class LogicalRandomness(TorchDispatchMode):
             site = self._met[token] = self._sites.forward[place] if known else RandomDraw(0)
         return token, site
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        keywords = kwargs or {}
-        if not _may_draw(func, keywords):
-            return func(*args, **keywords)
+    def on_draw(self, func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         device = _device_of(args, keywords)
         token, site = self._meet()
         if not site.draws:
@@ -364,11 +374,6 @@ def _joined(parts: list[Any], dim: int) -> Any:
     return torch.cat(parts, dim=dim)
 
 
-def _may_draw(func: Any, keywords: Mapping[str, Any]) -> bool:
-    """Whether an operator may draw from the global generator (one of the user's own is theirs)."""
-    return torch.Tag.nondeterministic_seeded in func.tags and keywords.get("generator") is None
-
-
 def _is_size(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(entry, int) for entry in value)
 
@@ -380,12 +385,6 @@ def _extent(args: tuple[Any, ...], keywords: Mapping[str, Any], dim: int) -> int
         if shape is not None:
             return int(shape[dim]) if len(shape) > dim else None
     return None
-
-
-def _first_tensor(result: Any) -> Tensor:
-    first = result[0] if isinstance(result, (tuple, list)) else result
-    assert isinstance(first, Tensor)
-    return first
 
 
 def _device_of(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> torch.device:

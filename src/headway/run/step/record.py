@@ -107,16 +107,8 @@ class PipelineTrace:
         """Work and waits, on the wall clock; `offset`: that minus `perf_counter`."""
         times = self._pipeline.times
         found = [
-            Span(
-                rank=self._rank,
-                lane="compute",
-                kind=kind,
-                label=label,
-                start=offset + times[position],
-                end=offset + times[position + 1],
-                node=node,
-            )
-            for position, kind, label in self._work
+            _compute_span(self._rank, kind, label, (offset + times[n], offset + times[n + 1]), node)
+            for n, kind, label in self._work
         ]
         # At the end: until all that was sent has left.
         return [*found, replace(found[-1], kind="wait", label="messages leave",
@@ -160,6 +152,11 @@ class PipelineTrace:
                 )
             )
         return found
+
+
+def _compute_span(rank: int, kind: str, label: str, times: tuple[float, float], node: str) -> Span:
+    start, end = times
+    return Span(rank=rank, lane="compute", kind=kind, label=label, start=start, end=end, node=node)
 
 
 def _pairs(row: tuple[Action, ...], first: ActionKind, second: ActionKind) -> list[tuple[int, int]]:
@@ -221,15 +218,4 @@ class StepRecord:
         # reading the step reduction: their time is a wait for other ranks.
         kind = _SPAN_KIND.get(instruction, "update")
         if kind:
-            start, end = times
-            self.spans.append(
-                Span(
-                    rank=rank,
-                    lane="compute",
-                    kind=kind,
-                    label=label,
-                    start=start,
-                    end=end,
-                    node=node,
-                )
-            )
+            self.spans.append(_compute_span(rank, kind, label, times, node))

@@ -1,8 +1,8 @@
 """Parameters: what a rank holds of the model, under which names, and how it is made whole.
 
-`WholeParameters`: every rank has all of them. `ShardedParameters`: every rank has parts of them,
-rows that FSDP2 keeps (Rajbhandari et al., ZeRO, SC 2020), parts of split layers, or both. Of a
-model that is cut into stages: `StageParameters`.
+`UncutParameters`: every rank has all of them, or parts of them: rows that FSDP2 keeps (Rajbhandari
+et al., ZeRO, SC 2020), parts of split layers, or both. Of a model that is cut into stages:
+`StageParameters`.
 """
 
 from __future__ import annotations
@@ -118,44 +118,11 @@ class HeldParameters(ABC):
         """Free what belongs to the executor."""
 
 
-class WholeParameters(HeldParameters):
-    """All parameters on every rank."""
-
-    def __init__(self, model: nn.Module, context: StepContext) -> None:
-        self.whole = model
-        self.named = self.sources = dict(model.named_parameters())
-        self._world = context.world
-
-    @property
-    def away(self) -> frozenset[Tensor]:
-        return frozenset()
-
-    def clear(self) -> None:
-        pass
-
-    def clip(self, trained: Mapping[str, nn.Parameter], limit: float) -> float:
-        return float(nn.utils.clip_grad_norm_(trained.values(), limit))
-
-    def complete(self, numbers: TensorsByKind) -> TensorsByKind:
-        return numbers
-
-    def gather_whole(self) -> None:
-        pass
-
-    def release_whole(self) -> None:
-        pass
-
-    def share_buffers(self) -> None:
-        replica_sync.broadcast_buffers(self.whole, self._world)
-
-    def close(self) -> None:
-        pass
-
-
-class ShardedParameters(HeldParameters):
-    """Parts of parameters on every rank, as DTensors.
+class UncutParameters(HeldParameters):
+    """Every parameter on every rank: the whole of it, or, where `divided`, a part as a DTensor.
 
     Args:
+        divided: By FSDP2, or by split layers once `divide` has been called.
         form: The model before FSDP2 has sharded it, without memory; None: `divide` copies it.
     """
 
@@ -164,10 +131,12 @@ class ShardedParameters(HeldParameters):
         model: nn.Module,
         context: StepContext,
         *,
+        divided: bool = True,
         form: nn.Module | None = None,
         layers: SplitLayers | None = None,
     ) -> None:
         self.layers = layers
+        self._divided = divided
         self.named = self.sources = dict(model.named_parameters()) if layers is None else {}
         self.whole = model
         self._model = model
@@ -195,12 +164,16 @@ class ShardedParameters(HeldParameters):
             self.layers.clear()
 
     def clip(self, trained: Mapping[str, nn.Parameter], limit: float) -> float:
+        if not self._divided:
+            return float(nn.utils.clip_grad_norm_(trained.values(), limit))
         gradients = {n: p.grad for n, p in trained.items() if p.grad is not None}
         with self._context.exchanging():
             square = float(squared_gradient_norm(gradients))
         return limit_norm(square, gradients.values(), limit)
 
     def complete(self, numbers: TensorsByKind) -> TensorsByKind:
+        if not self._divided:
+            return numbers
         found: dict[str, dict[str, Tensor]] = {}
         with self._context.exchanging():
             for kind, name, _, full in completed(numbers, self.layers):
@@ -208,6 +181,8 @@ class ShardedParameters(HeldParameters):
         return found
 
     def gather_whole(self) -> None:
+        if not self._divided:
+            return
         # A second model: the modules of this one work on parts.
         form = require_meta_copy(self._form, self._model)
         first = self._context.world.rank == 0
@@ -218,7 +193,7 @@ class ShardedParameters(HeldParameters):
             full = completed({"": tensors}, self.layers)
             found = {name: tensor.clone() for _, name, _, tensor in full if first}
         if first:
-            self.whole = whole_model(form, self._model, self.named, found)
+            self.whole = fill_meta_copy(form, self._model, self.named, found)
 
     def release_whole(self) -> None:
         self.whole = self._model
@@ -243,28 +218,6 @@ def completed(
                 part = tensor.detach()
                 logical = part if layout is None else layout.logical(owner, part)
                 yield kind, name, owner, full_tensor_of(logical)
-
-
-def whole_model(
-    form: nn.Module,
-    model: nn.Module,
-    named: Mapping[str, nn.Parameter],
-    tensors: Mapping[str, Tensor],
-) -> nn.Module:
-    """A model of these tensors, frozen and in training or eval mode as `model`.
-
-    Args:
-        form: From `meta_copy`.
-        tensors: All parameters and buffers; the new model takes over their memory.
-    """
-    filled = fill_meta_copy(
-        form,
-        {
-            name: nn.Parameter(tensor, named[name].requires_grad) if name in named else tensor
-            for name, tensor in tensors.items()
-        },
-    )
-    return filled.train(model.training)
 
 
 def limit_norm(square: float, gradients: Collection[Tensor], limit: float) -> float:
@@ -468,13 +421,13 @@ class StageParameters(HeldParameters):
         self._guard.lifted = self._context.world.rank == 0
 
     def _make_copy(self) -> None:
-        # A second model, as in `ShardedParameters`.
+        # A second model, as in `UncutParameters`.
         form = require_meta_copy(self._form, self._model)
         tensors = {**self.named, **dict(self._model.named_buffers())}
         with torch.no_grad():
             found = self.complete({"": tensors})
         if self._context.world.rank == 0:
-            self.whole = whole_model(form, self._model, self.named, found[""])
+            self.whole = fill_meta_copy(form, self._model, self.named, found[""])
 
     def release_whole(self) -> None:
         if self._shards is not None:

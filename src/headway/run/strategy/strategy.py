@@ -48,10 +48,9 @@ from headway.run.step.randomness import RandomDraws
 from headway.run.step.record import StepRecord
 from headway.run.strategy.parameters import (
     HeldParameters,
-    ShardedParameters,
     StageParameters,
     TensorsByKind,
-    WholeParameters,
+    UncutParameters,
 )
 from headway.run.strategy.split_layers import SplitLayers, infer_plan_split
 from headway.run.strategy.step_context import StepContext, StepReduction, TrainingSetup
@@ -320,7 +319,7 @@ class Strategy:
         self.reducer = reducer
         self.pipeline = pipeline
         self._setup = setup
-        self._context = context
+        self.context = context
         self._divide = divide
         self._trained: Mapping[str, nn.Parameter] = {}
         self._deltas = (
@@ -338,16 +337,6 @@ class Strategy:
     def crosses(self) -> bool:
         """Whether the exchange makes the update, while the next step begins (priority)."""
         return self.exchange is not None and self.exchange.crossing is not None
-
-    @property
-    def remarks(self) -> list[str]:
-        """See `StepContext.remarks`."""
-        return self._context.remarks
-
-    @property
-    def exchanging(self) -> Callable[[], AbstractContextManager[None]]:
-        """See `StepContext.exchanging`."""
-        return self._context.exchanging
 
     # -- between steps ---------------------------------------------------------------------------
 
@@ -385,7 +374,7 @@ class Strategy:
     def flush(self) -> None:
         """Wait until every update has been made; call it before parameters are read."""
         if self.exchange is not None:
-            with self.exchanging():
+            with self.context.exchanging():
                 self.exchange.flush()
 
     def gather_whole(self) -> None:
@@ -410,16 +399,16 @@ class Strategy:
         """Residuals of the compressors, for a checkpoint; collective."""
         if self.exchange is None or self._setup.plan.exchange.exact:
             return {}
-        with self.exchanging():
+        with self.context.exchanging():
             return collect_state(self.exchange.state(), self._trained)
 
     def restore_exchange(self, saved: Mapping[str, Tensor]) -> None:
         """Restore the residuals that are among the tensors of a checkpoint."""
-        state = distribute_state(saved, self._context.world.ranks)
+        state = distribute_state(saved, self.context.world.ranks)
         if not state:
             return
         if self.exchange is None or self._setup.plan.exchange.exact:
-            self.remarks.append(
+            self.context.remarks.append(
                 "the checkpoint holds residuals of a compressor; this exchange has no compressor, "
                 "so they are lost"
             )
@@ -430,7 +419,7 @@ class Strategy:
 
     def begin(self, record: StepRecord, samples: int, doing: str) -> None:
         """Begin a step: drop the gradients of the last one."""
-        context = self._context
+        context = self.context
         context.record, context.samples, context.doing = record, samples, doing
         self.follow()
         self.reducer.begin(self._factor(), self._trained.values())
@@ -440,13 +429,13 @@ class Strategy:
         self, shares: Sequence[Tensor], counts: Sequence[Tensor | float], *, vote: bool
     ) -> None:
         """Start to sum over the ranks: loss, count, votes to stop."""
-        with self.exchanging():
+        with self.context.exchanging():
             self._tally = StepReduction(
                 shares if self._counts else (),
                 counts if self._counts else (),
                 vote=vote,
-                device=self._context.world.device,
-                together=self._context.world.ranks > 1,
+                device=self.context.world.device,
+                together=self.context.world.ranks > 1,
             )
 
     def arm(self) -> None:
@@ -459,7 +448,7 @@ class Strategy:
 
     def receive(self) -> None:
         """Wait for the sums."""
-        self._context.record.flights.extend(self.reducer.receive())
+        self.context.record.flights.extend(self.reducer.receive())
 
     def scale(self) -> None:
         """Refuse a loss that is not finite; divide by the global count where it is not N."""
@@ -473,7 +462,7 @@ class Strategy:
         """Limit the global norm of the gradients."""
         assert self._setup.clip is not None
         norm = self.parameters.clip(self._trained, self._setup.clip)
-        self._context.record.norm = norm
+        self.context.record.norm = norm
         if not math.isfinite(norm):
             raise self._diverged(f"the norm of the gradients is {norm}")
 
@@ -495,8 +484,8 @@ class Strategy:
         """Let the exchange make the update, without reading the step reduction."""
         if self.exchange is not None:
             assert self.exchange.crossing is not None
-            with self.exchanging():
-                self._context.record.flights.extend(self.exchange.crossing.release(factor))
+            with self.context.exchanging():
+                self.context.record.flights.extend(self.exchange.crossing.release(factor))
         self._schedule()
 
     def show(self) -> None:
@@ -514,7 +503,7 @@ class Strategy:
     def skip(self) -> None:
         """Discard the update that the exchange would make: the caller has made it (priority)."""
         if self.exchange is not None and self.exchange.crossing is not None:
-            with self.exchanging():
+            with self.context.exchanging():
                 self.exchange.crossing.discard()
 
     def propose(self) -> None:
@@ -541,9 +530,9 @@ class Strategy:
         # This rank's gradients are shares of the global mean; "sum" wants all ranks' sum of means.
         match self._setup.plan.exchange.reduce:
             case "sum":
-                return self._setup.share * self._context.world.ranks
-            case "adasum" if self._context.samples:  # combines the ranks' own means
-                return self._setup.share * self._context.record.samples / self._context.samples
+                return self._setup.share * self.context.world.ranks
+            case "adasum" if self.context.samples:  # combines the ranks' own means
+                return self._setup.share * self.context.record.samples / self.context.samples
         return self._setup.share
 
     def _read_tally(self) -> float:
@@ -553,8 +542,8 @@ class Strategy:
             Diverged: The loss is not finite.
         """
         assert self._tally is not None
-        record = self._context.record
-        with self.exchanging():
+        record = self.context.record
+        with self.context.exchanging():
             share, count, record.votes = self._tally.read()
         # `share` is sum / N, so that this is sum / count; a count of 0 has no mean.
         record.loss = share * (record.samples / count) if count else math.nan
@@ -576,7 +565,7 @@ class Strategy:
                 "Lower the learning rate, or check this batch's data; then rerun with --resume, "
                 "from the last checkpoint."
             )
-        return Diverged(what, where=self._context.doing, why=why, fix=fix)
+        return Diverged(what, where=self.context.doing, why=why, fix=fix)
 
 
 def make_strategy(setup: TrainingSetup, forward: ForwardPass) -> Strategy:
@@ -603,7 +592,7 @@ def data_parallel_strategy(setup: TrainingSetup) -> Strategy:
     return Strategy(
         setup,
         context,
-        parameters=WholeParameters(setup.model, context),
+        parameters=UncutParameters(setup.model, context, divided=False),
         reducer=_bucket_reducer(setup, context),
     )
 
@@ -638,7 +627,7 @@ def _sharded(setup: TrainingSetup) -> Strategy:
     return Strategy(
         setup,
         context,
-        parameters=ShardedParameters(model, context, form=form),
+        parameters=UncutParameters(model, context, form=form),
         reducer=reducer,
     )
 
@@ -646,7 +635,7 @@ def _sharded(setup: TrainingSetup) -> Strategy:
 def _tensor_parallel(setup: TrainingSetup, forward: ForwardPass) -> Strategy:
     context, plan, model = StepContext(setup.world), setup.plan, setup.model
     layers = SplitLayers.of(plan, setup.world)
-    parameters = ShardedParameters(model, context, layers=layers)
+    parameters = UncutParameters(model, context, layers=layers)
     # With a single share of the batch there is nobody to keep the state together with.
     zero = plan.memory.zero if plan.data_degree > 1 else 0
     dims = (plan.exchange.axis, SHARD_AXIS) if zero else ()

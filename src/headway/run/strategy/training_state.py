@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from headway.checkpoint.format import Manifest, TensorEntry
+from headway.checkpoint.staging import check_match
 from headway.comm.compress.state import STATE_PREFIX
 from headway.errors import CheckpointError, CheckpointMismatch
 
@@ -70,21 +71,8 @@ class TrainingState:
         }
 
     def names(self) -> dict[Tensor, str]:
-        """Parameter -> logical name.
-
-        Raises:
-            CheckpointError: The optimiser holds a parameter that the model does not have.
-        """
-        names: dict[Tensor, str] = {p: name for name, p in self._parameters().items()}
-        for number, group in enumerate(self.optimizer.param_groups):
-            for parameter in group["params"]:
-                if parameter not in names:
-                    raise CheckpointError(
-                        f"group {number} of the optimiser holds a parameter of shape "
-                        f"{list(parameter.shape)} that the model does not have",
-                        fix="Register it on the model, so that it has a name.",
-                    )
-        return names
+        """Parameter -> logical name; `check_components` has refused an optimiser of others."""
+        return {parameter: name for name, parameter in self._parameters().items()}
 
     def _parameters(self) -> Mapping[str, nn.Parameter]:
         found = self.layout.named if self.layout else {}
@@ -105,7 +93,7 @@ class TrainingState:
             # Residuals of compressors are read even if this run has no compressor, to warn of it.
             if name.startswith((STATE_PREFIX, "optimizer.")):
                 targets[name] = self._place(name, entry, places)
-        _compare(targets, manifest)
+        check_match(targets, manifest, "", complete=True)
         # What is away has no memory to read into; the meta device marks its optimiser state.
         return {n: t for n, t in targets.items() if n not in away and not t.is_meta}
 
@@ -214,25 +202,6 @@ def _owner(name: str, places: Mapping[str, Tensor]) -> str:
             fix="Resume with the model that was saved, or start from its weights only.",
         )
     return owner
-
-
-def _compare(targets: Mapping[str, Tensor], manifest: Manifest) -> None:
-    problems = [f"missing in the checkpoint: {n}" for n in targets if n not in manifest.tensors]
-    for name, entry in manifest.tensors.items():
-        target = targets.get(name)
-        if target is None:
-            problems.append(f"unknown to the model: {name}")
-        elif list(target.shape) != list(entry.shape):
-            problems.append(f"{name}: saved {list(entry.shape)}, here {list(target.shape)}")
-        elif str(target.dtype) != f"torch.{entry.dtype}":
-            problems.append(f"{name}: saved {entry.dtype}, here {target.dtype}")
-    if problems:
-        more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
-        raise CheckpointMismatch(
-            f"the checkpoint of step {manifest.step} belongs to another model",
-            why="\n  ".join([*problems[:8], *more]),
-            fix="Resume with the recipe that was saved, or use a new run directory.",
-        )
 
 
 def _restore_optimizer(

@@ -45,11 +45,6 @@ class Journal:
         self._own = EventLog(directory.rank_file(world.rank), attempt=attempt)
         stack.enter_context(closing(self._own))
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank writes the events of the run."""
-        return self._run is not None
-
     def event(self, name: str, **values: Any) -> None:
         """An event of the run; written by rank 0, nothing elsewhere."""
         if self._run is not None:

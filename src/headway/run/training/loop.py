@@ -13,7 +13,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import monotonic, perf_counter, time
 from types import FrameType
@@ -82,23 +82,18 @@ class CheckpointInventory:
         return Holdings.of(self._known), {**facts, "optimizer": optimizer}
 
 
-@dataclass(slots=True)
-class StepCounter:
-    """The step in progress, for messages."""
-
-    current: int = 0
-
-
 class Training:
-    """The training of one rank; `run` is its whole life."""
+    """The training of one rank; `run` is its whole life.
 
-    def __init__(
-        self, job: TrainJob, world: World, stop: StopRequest, counter: StepCounter, stack: ExitStack
-    ) -> None:
+    Attributes:
+        current: The step in progress, for messages.
+    """
+
+    def __init__(self, job: TrainJob, world: World, stop: StopRequest, stack: ExitStack) -> None:
+        self.current = 0
         self._job = job
         self._world = world
         self._stop = stop
-        self._counter = counter
         self._stack = stack
         self._directory = RunDirectory(job.directory)
         self._validation: float | None = None
@@ -280,9 +275,9 @@ class Training:
         run, recipe = self._executor, self._recipe
         first = run.steps_done + 1
         while run.steps_done < total:
-            self._counter.current = run.steps_done + 1
+            self.current = run.steps_done + 1
             if self._job.before_step is not None:
-                self._job.before_step(self._world.place, self._counter.current)
+                self._job.before_step(self._world.place, self.current)
             # A failed save ends the job at the next step, not only at the next save.
             with self._storing():
                 self._store.check()
@@ -313,7 +308,9 @@ class Training:
         run.wants_stop = self._stop.requested is not None
         run.step(batch)
         self._after = batch.after
-        self._remark()
+        remarks = run.strategy.context.remarks
+        while remarks:
+            self._journal.event("note", step=run.steps_done, text=remarks.pop(0))
         self._journal.step(
             run.steps_done,
             batch,
@@ -332,13 +329,9 @@ class Training:
         holdings, facts = self._inventory.agree(tensors, facts)
         return tensors, facts, holdings
 
-    def _remark(self) -> None:
-        remarks = self._executor.strategy.remarks
-        while remarks:
-            self._journal.event("note", step=self._executor.steps_done, text=remarks.pop(0))
-
     def _save(self) -> None:
         step = self._executor.steps_done
+        # With priority the last update may still be on its way.
         self._executor.flush()
         self._world.doing("the checkpoint of step %d", step)
         # Running statistics differ between ranks; a checkpoint holds one set, with which all go on.
@@ -371,6 +364,7 @@ class Training:
             rank=plan.data_rank(self._world.rank),
             ranks=plan.data_degree,
             cursor=Cursor(seed=recipe.seed),
+            # The same samples at every validation, so that their losses can be compared.
             shuffle=False,
             epochs=1,
             limit=samples,
@@ -426,7 +420,7 @@ class Training:
     def _show(self, model: torch.nn.Module) -> None:
         """Write the recipe's showcase to the journal, on rank 0."""
         assert self._recipe.showcase is not None
-        if self._journal.is_first:
+        if self._world.rank == 0:
             model.eval()
             with torch.no_grad(), generators_restored():
                 left_out = reads_sample_parts(self._data, self._plan)
@@ -444,8 +438,8 @@ def train(place: LaunchEnv, job: TrainJob) -> TrainingOutcome:
     Raises:
         HeadwayError: With rank and step; exceptions of the user's code become `WorkerFailed`.
     """
-    step = StepCounter()
     world: World | None = None
+    training: Training | None = None
     folders = [Path.cwd()]
     if isinstance(job.recipe, str) and job.recipe.endswith(".toml"):
         # The user's modules are imported throughout the run, not only while the recipe is built.
@@ -461,9 +455,10 @@ def train(place: LaunchEnv, job: TrainJob) -> TrainingOutcome:
                 )
             )
             stop = stack.enter_context(StopRequest())
-            return Training(job, world, stop, step, stack).run()
+            training = Training(job, world, stop, stack)
+            return training.run()
     except HeadwayError as error:
-        error.where = error.where or f"rank {place.rank}, step {step.current}"
+        error.where = error.where or _where(place, training)
         raise
     except Exception as error:
         lost = world.lost() if world is not None else None
@@ -472,10 +467,14 @@ def train(place: LaunchEnv, job: TrainJob) -> TrainingOutcome:
         place_in_code, source = user_frame(error)
         raise WorkerFailed(
             summarize_exception(error),
-            where=f"rank {place.rank}, step {step.current}",
+            where=_where(place, training),
             why=f"Raised at {place_in_code}: {source}",
             fix="Fix the cause, then rerun with --resume.",
         ) from error
+
+
+def _where(place: LaunchEnv, training: Training | None) -> str:
+    return f"rank {place.rank}, step {training.current if training else 0}"
 
 
 # A terminal's Ctrl-C may arrive twice: from the terminal and again from the launching agent.

@@ -35,10 +35,6 @@ class RunDirectory:
         return self.path / "recipe.json"
 
     @property
-    def environment_file(self) -> Path:
-        return self.path / "environment.json"
-
-    @property
     def events_file(self) -> Path:
         return self.path / "events.jsonl"
 
@@ -69,7 +65,7 @@ class RunDirectory:
         for folder in (self.path, self.path / "ranks", self.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
         plan.save(self.plan_file)
-        _write_json(self.environment_file, environment)
+        _write_json(self.path / "environment.json", environment)
         # Last: this file marks a directory as holding a run.
         _write_json(self.recipe_file, recipe)
 
@@ -104,8 +100,10 @@ class EventLog:
         self._attempt = attempt
         self._file = path.open("ab+")
         # A killed process may have left half a line: end it, so that the next one stands alone.
-        if self._file.tell() and not _ends_with_newline(path):
-            self._file.write(b"\n")
+        if self._file.tell():
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read(1) != b"\n":
+                self._file.write(b"\n")
 
     def write(self, event: str, **values: Any) -> None:
         """Append {"event": event, "attempt": ..., "time": now, **values}.
@@ -125,9 +123,3 @@ class EventLog:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, 2)
-        return file.read(1) == b"\n"
