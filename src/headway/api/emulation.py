@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from headway.cluster import Cluster, CutLink, Fault, check_faults, parse_fault, read_cluster
+from headway.cluster import Cluster, CutLink, Fault, parse_fault, read_cluster
 from headway.errors import UsageError
 from headway.launch.emulation import (
     ROOT_ADVICE,
@@ -39,14 +39,6 @@ class EmulationOptions:
     cluster: Cluster | None
     faults: tuple[Fault, ...]
     device: str
-
-    def check(self, ranks: int) -> None:
-        """Raise unless every fault can happen to a job of so many ranks.
-
-        Raises:
-            UsageError: With the first that cannot.
-        """
-        check_faults(self.faults, ranks, self.cluster)
 
     @contextmanager
     def nodes(self) -> Iterator[EmulatedCluster | PacedCluster | None]:

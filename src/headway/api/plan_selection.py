@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from headway.run.distributed.world import World
     from headway.run.recipe.recipe import Recipe
 
+    SearchInputs = tuple[RecipeLimits, RecipeWorkload]
 
 _LOG = logging.getLogger("headway")
 
@@ -121,7 +122,7 @@ class AutoPlanSearch:
         # A restarted attempt must keep the plan: checkpoints were written under it, and measuring
         # anew could choose another one.
         again = resume or world.place.attempt > 0
-        asked: list[_SearchInputs] = []
+        asked: list[SearchInputs] = []
 
         def first(find: Callable[[], Plan | None]) -> Plan | None:
             if world.ranks == 1:
@@ -158,23 +159,24 @@ class AutoPlanSearch:
         if told:
             warnings.warn(f"plan auto: {error.what}; data parallelism instead", stacklevel=2)
 
-    def _asked(self) -> _SearchInputs:
+    def _asked(self) -> SearchInputs:
+        """What the recipe asks of the search; the machine comes later."""
         from headway.api.recipe_workload import capture_workload
         from headway.run.recipe.factory import load_recipe
 
         # What the recipe decides itself is refused before the seconds of the capture.
         limits = search_limits(load_recipe(self.recipe, self.overrides))
-        return _SearchInputs(limits, capture_workload(self.recipe, self.overrides))
+        return limits, capture_workload(self.recipe, self.overrides)
 
     def _decide(
         self,
-        asked: _SearchInputs,
+        asked: SearchInputs,
         run: RunDirectory,
         ranks: int,
         measure: Callable[[], list[RankReadings]],
     ) -> Plan:
         """Search, say what was found, and keep it."""
-        recipe = asked.captured.recipe
+        _, captured = asked
         run.path.mkdir(parents=True, exist_ok=True)
         cluster = self._cluster(run, ranks, measure)
         decision = _fastest_executable(asked, cluster, ranks)
@@ -182,8 +184,8 @@ class AutoPlanSearch:
             _LOG.info(sentence)
         plan = replace(
             decision.plan,
-            memory=replace(decision.plan.memory, precision=recipe.precision),
-            exchange=recipe.exchange or decision.plan.exchange,
+            memory=replace(decision.plan.memory, precision=captured.recipe.precision),
+            exchange=captured.recipe.exchange or decision.plan.exchange,
         )
         if not self.overrides:  # they are part of what was asked, and no field of PlanProvenance
             measured = self.cluster == MEASURE
@@ -242,21 +244,13 @@ class AutoPlanSearch:
         return fingerprint(device=device, ranks=ranks, threads=threads_for(ranks))
 
 
-@dataclass(frozen=True)
-class _SearchInputs:
-    """What a recipe asks of the search; the machine comes later."""
-
-    limits: RecipeLimits
-    captured: RecipeWorkload
-
-
-def _fastest_executable(asked: _SearchInputs, cluster: Cluster, ranks: int) -> AutoPlan:
+def _fastest_executable(asked: SearchInputs, cluster: Cluster, ranks: int) -> AutoPlan:
     """The fastest plan; without a pipeline where the executor cannot cut the model so."""
     from headway.api.plan_request import device_type_counts, pricing_request
     from headway.api.planning import search_cuttable
     from headway.planner.export.auto import find_auto_plan
 
-    captured, kinds = asked.captured, device_type_counts(cluster)
+    (open_limits, captured), kinds = asked, device_type_counts(cluster)
     if len(kinds) > 1:
         raise PlanError(
             "--plan auto does not place ranks on devices of several types",
@@ -269,7 +263,7 @@ def _fastest_executable(asked: _SearchInputs, cluster: Cluster, ranks: int) -> A
     return search_cuttable(
         lambda limits: find_auto_plan(question, limits, cluster),
         lambda decision: decision.outcome,
-        asked.limits,
+        open_limits,
         captured.recipe,
     )
 

@@ -29,7 +29,7 @@ from headway.api.plan_selection import (
     CollectiveOption,
 )
 from headway.api.schedule_table import recipe_overrides
-from headway.cluster import Fault
+from headway.cluster import Fault, check_faults
 from headway.errors import HeadwayError, RunDirectoryTaken, UsageError
 from headway.launch.emulation import EmulatedCluster, PacedCluster
 from headway.launch.faults import FaultInjector
@@ -192,7 +192,7 @@ def train(
             default = known.ranks
     ranks = count_ranks(place, processes, default, scene.cluster)
     # A fault that can never strike would look like a job that survived it.
-    scene.check(ranks)
+    check_faults(scene.faults, ranks, scene.cluster)
     if known is None:
         known = default_plan(source, ranks)
     elif known.ranks != ranks:

@@ -62,13 +62,14 @@ def render_page(history: RunHistory, notes: tuple[str, ...] = ()) -> str:
         trace_step=step,
         trace_ranks=len(trace.ranks) if trace is not None else 0,
         most_ranks=step_timeline.MOST_RANKS,
-        timeline=_picture(step_timeline.timeline_picture(trace)) if trace is not None else None,
+        timeline=step_timeline.timeline_picture(trace) if trace is not None else None,
         shares=found,
         parts=step_timeline.PARTS,
-        shares_picture=_picture(step_timeline.shares_picture(found)),
+        shares_picture=step_timeline.shares_picture(found),
         exchange=exchange_section(history, step),
         pipeline=pipeline_section(history, step),
         predicted=prediction_section(history, step),
+        # Our own pictures alone: the template escapes everything else.
         picture=Markup,
         peaks=_peaks(history),
         attempts=[(attempt, facts.ending(history, attempt)) for attempt in history.attempts],
@@ -82,7 +83,7 @@ def render_page(history: RunHistory, notes: tuple[str, ...] = ()) -> str:
     )
 
 
-def _curves(history: RunHistory) -> list[tuple[str, Markup]]:
+def _curves(history: RunHistory) -> list[tuple[str, str]]:
     """The pictures over the steps that have something to show, with their headings."""
     drawn = (
         ("Loss", training_curves.loss_picture(history)),
@@ -91,11 +92,7 @@ def _curves(history: RunHistory) -> list[tuple[str, Markup]]:
         ("Learning rate", training_curves.rate_picture(history)),
         ("Gradient norm", training_curves.norm_picture(history)),
     )
-    return [(heading, Markup(svg)) for heading, svg in drawn if svg is not None]
-
-
-def _picture(svg: str | None) -> Markup | None:
-    return None if svg is None else Markup(svg)
+    return [(heading, svg) for heading, svg in drawn if svg is not None]
 
 
 def _peaks(history: RunHistory) -> dict[int, float]:

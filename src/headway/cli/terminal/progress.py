@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from headway.documents import to_type
 from headway.plans.prediction import Prediction
@@ -42,19 +42,6 @@ def read_prediction(predicted: Mapping[str, Any] | None) -> Prediction | None:
         return None
     found: Prediction = to_type(dict(predicted), Prediction, where="the first event")
     return found
-
-
-def prediction_lines(predicted: Mapping[str, Any] | None) -> Iterator[str]:
-    """What is expected of a step, and on which device, in a line; nothing where nothing is."""
-    known = read_prediction(predicted)
-    if known is not None:
-        where = f" on {known.device}" if known.device else ""
-        yield f"predicted: {format_seconds(known.seconds)} a step{where}"
-
-
-def step_parts(event: Mapping[str, Any]) -> StepParts:
-    """Of a step of one rank."""
-    return event.get("compute", 0.0), event["exposed"], event.get("update", 0.0)
 
 
 def compare_with_prediction(
@@ -121,11 +108,12 @@ class Progress:
                 return dataclasses.replace(self, step=event["step"], seconds=recent)
             case "rank_step":
                 share = event["exposed"] / event["seconds"] if event["seconds"] else 0.0
+                parts = event.get("compute", 0.0), event["exposed"], event.get("update", 0.0)
                 return dataclasses.replace(
                     self,
                     exposed=(*self.exposed, share)[-RECENT:],
                     memory_bytes=event.get("memory_bytes"),
-                    parts=(*self.parts, step_parts(event))[-RECENT:],
+                    parts=(*self.parts, parts)[-RECENT:],
                 )
             case _:
                 return self
@@ -198,7 +186,11 @@ def _at(event: Event, progress: Progress) -> str:
 def _started(event: Event, cause: str) -> str | None:
     if not cause:
         steps = f"{event.get('steps', '?')} steps, {event.get('batch', '')}".rstrip(", ")
-        return "\n".join([steps, *prediction_lines(event.get("predicted"))])
+        known = read_prediction(event.get("predicted"))
+        if known is None:
+            return steps
+        where = f" on {known.device}" if known.device else ""
+        return f"{steps}\npredicted: {format_seconds(known.seconds)} a step{where}"
     if event["step"]:
         return None  # its "resume" event has said it
     return f"{cause}; no checkpoint yet: restarting from step 0, attempt {event['attempt']}"
@@ -267,20 +259,6 @@ def _events(data: bytes) -> Iterator[Event]:
             continue
         if isinstance(event, dict):
             yield event
-
-
-class ProgressView(Protocol):
-    """Where progress is shown."""
-
-    def step(self, text: str, progress: Progress) -> None:
-        """An ordinary step; may be left out."""
-        ...
-
-    def important(self, text: str) -> None:
-        """Anything else; always shown."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class LineView:
@@ -406,7 +384,7 @@ class ProgressDisplay:
         self._thread.join()
 
     def _follow(self) -> None:
-        view: ProgressView = LiveView(self._stream) if self._live else LineView(self._stream)
+        view = LiveView(self._stream) if self._live else LineView(self._stream)
         progress = Progress()
         try:
             while True:
@@ -419,7 +397,7 @@ class ProgressDisplay:
             # rich hides the cursor until then.
             view.close()
 
-    def _show_news(self, view: ProgressView, progress: Progress) -> Progress:
+    def _show_news(self, view: LineView | LiveView, progress: Progress) -> Progress:
         # Before the job's events, so that the line of a step has the parts of that step.
         for event in self._ranks.read():
             if event.get("event") == "rank_step":

@@ -23,9 +23,15 @@ from headway.plans.prediction import Prediction
 from headway.report.history.reader import MESSAGE_LANE, action_of
 from headway.report.history.records import LoggedBucket, LoggedExchange, RunHistory
 from headway.report.page.facts import ABSENT, Fact, read_plan
-from headway.report.pictures.canvas import colour, draw, legend, plain_axes
+from headway.report.pictures.canvas import colour, draw, plain_axes
 from headway.report.pictures.pipeline_schedule import schedule_svg
-from headway.report.pictures.step_timeline import Shares, bar_of_time, shares, span_bar
+from headway.report.pictures.step_timeline import (
+    Shares,
+    bar_of_time,
+    kinds_legend,
+    shares,
+    span_bar,
+)
 from headway.report.pictures.training_curves import exposed_picture
 from headway.schedule.lowering import lower
 from headway.schedule.pipeline_schedule import COMPUTE_KINDS, Action, ActionKind, PipelineSchedule
@@ -113,15 +119,12 @@ def exchange_figures(history: RunHistory) -> list[Fact]:
         detail = f"of the time that {what} are on their way"
         found.append(Fact("Hidden", f"{100 * middle:.0f} %", detail))
     if wire:
-        gradients = sum(bucket.bytes for bucket in _latest(history))
+        latest = _chosen(history.exchanges, None)
+        gradients = sum(bucket.bytes for bucket in latest.buckets) if latest else 0
         detail = f"for {format_bytes(gradients)} of gradients" if gradients else ""
         sent = format_bytes(statistics.median(wire))
         found.append(Fact("Sent per step and rank", sent, detail))
     return found
-
-
-def _latest(history: RunHistory) -> Sequence[LoggedBucket]:
-    return history.exchanges[-1].buckets if history.exchanges else ()
 
 
 def _chosen(exchanges: Sequence[LoggedExchange], step: int | None) -> LoggedExchange | None:
@@ -486,10 +489,8 @@ def prediction_timeline(plan: Plan, trace: Timeline) -> str | None:
         axes.set_yticks([place for place, _ in texts], [text for _, text in texts])
         axes.invert_yaxis()
         bar_of_time(axes, 9)
-        for kind in KINDS:
-            if any(span.kind == kind for span in (*expected, *done)):
-                axes.barh(0, 0, color=colour(kind), label=kind)
-        legend(axes, columns=len(KINDS))
+        drawn = {span.kind for span in (*expected, *done)}
+        kinds_legend(axes, {kind: kind for kind in KINDS if kind in drawn}, len(KINDS))
 
     size = (900, 70 + 44 * len(ranks))
     return draw("predicted", size, paint, alt="One step of each rank, predicted above measured")

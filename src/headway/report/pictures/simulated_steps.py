@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from headway.collective.model.exchange_scheme import ExchangePrediction, GradientLayer
 from headway.report.pictures.canvas import NUM_SERIES, colour, draw, legend, plain_axes, stack_svg
-from headway.report.pictures.step_timeline import MOST_RANKS, timeline_picture
+from headway.report.pictures.step_timeline import MOST_RANKS, kinds_legend, timeline_picture
 from headway.simulator.exchange import simulate_exchange
 from headway.simulator.simulation import RankBreakdown, SimulatedStep
 from headway.timeline import Span
@@ -118,10 +118,7 @@ def exchange_steps_svg(
         axes.set_ylim(len(shown) * _ROW_HEIGHT - 1.1, -0.7)
         axes.set_xlim(0, _STEPS_SHOWN * max(step for _, step in played) * 1.005)
         _seconds_axis(axes)
-        for kind in _KINDS:
-            # Without a length: for the legend alone.
-            axes.barh(0, 0, color=colour(kind), label=_WORDS.get(kind, kind))
-        legend(axes, columns=len(_KINDS))
+        kinds_legend(axes, {kind: _WORDS.get(kind, kind) for kind in _KINDS}, len(_KINDS))
 
     alt = "Two steps of each way of exchanging: what is computed above, what is on the link below"
     return draw("exchange", (900, 90 + 62 * len(shown)), paint, alt=alt)

@@ -140,7 +140,9 @@ def timeline_picture(trace: Timeline) -> str | None:
             bar.set_gid(f"span-{number}")
         _label_rows(axes, heights)
         bar_of_time(axes, 9)
-        _kinds_legend(axes, spans)
+        present = {span.kind if span.kind in KINDS else "other" for span in spans}
+        words = {kind: _word(kind) for kind in (*KINDS, "other") if kind in present}
+        kinds_legend(axes, words, len(words))
 
     height = 62 + 17 * len(heights) + 7 * len(ranks)
     alt = "Timeline of one step: what each rank did on each lane"
@@ -233,13 +235,12 @@ def bar_of_time(axes: Axes, bins: int) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_seconds(max(0.0, value))))
 
 
-def _kinds_legend(axes: Axes, spans: Sequence[Span]) -> None:
-    present = {span.kind if span.kind in KINDS else "other" for span in spans}
-    for kind in (*KINDS, "other"):
-        if kind in present:
-            # Without a length: for the legend alone.
-            axes.barh(0, 0, color=colour(kind), label=_word(kind))
-    legend(axes, columns=len(present))
+def kinds_legend(axes: Axes, words: Mapping[str, str], columns: int) -> None:
+    """The colours of kinds of spans, each with its words."""
+    for kind, text in words.items():
+        # Without a length: for the legend alone.
+        axes.barh(0, 0, color=colour(kind), label=text)
+    legend(axes, columns=columns)
 
 
 def _word(kind: str) -> str:
