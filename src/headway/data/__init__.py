@@ -56,7 +56,7 @@ _HOMES = {
     for name in names.split()
 }
 
-__all__ = [*_HOMES]
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
