@@ -385,7 +385,11 @@ def _check(
         problems.append(
             f"a rank holds two neighbouring stages; torch {torch.__version__} cannot, 2.12 can"
         )
-    problems += calls.lacking(schedule, team.rank)
+    kinds = {str(action.kind) for action in schedule.order[team.rank]}
+    if kinds & {"SYNC", "WAIT"} and calls.sync is None:
+        problems.append("it has SYNC, and nobody was given who sums gradients")
+    if "STEP" in kinds and calls.step is None:
+        problems.append("it has STEP, and nobody was given who makes steps")
     ranks = tuple(dist.get_process_group_ranks(team.group or dist.group.WORLD))
     if ranks != team.ranks:
         problems.append(f"the group has the ranks {list(ranks)}, the team {list(team.ranks)}")
