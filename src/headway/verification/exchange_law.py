@@ -24,7 +24,7 @@ from headway.comm.exchange.gradient_exchange import GradientExchange
 from headway.comm.lanes.buckets import Bucket
 from headway.plans import ExchangePlan
 
-TOLERANCE = 1e-9
+LAW_TOLERANCE = 1e-9
 """Of laws that hold to rounding: residuals pass through a few sums more than gradients do."""
 NAMES = {
     "feedback": "sent + kept back = gradient",
@@ -132,7 +132,7 @@ class ExchangeLawMonitor:
         text = part.compress if part and part.compress else self.description.compress
         if self.description.reduce == "adasum":
             expected = self._adasum(into, bucket)
-            return _law(step, bucket, "adasum", expected, out, TOLERANCE)
+            return _law(step, bucket, "adasum", expected, out, LAW_TOLERANCE)
         # The plan does not say which compressor was chosen, hence not which law holds.
         if text == "auto":
             return None
@@ -141,7 +141,7 @@ class ExchangeLawMonitor:
             # What this rank has sent: gradient and old residual, less what it keeps back now.
             expected = into + kept_before - residual_of(witness.inner, bucket)
             dist.all_reduce(expected, group=group)
-            return _law(step, bucket, "feedback", expected, out, TOLERANCE)
+            return _law(step, bucket, "feedback", expected, out, LAW_TOLERANCE)
         expected = into.clone()
         dist.all_reduce(expected, group=group)
         if compression.law == "rounding":
@@ -151,7 +151,7 @@ class ExchangeLawMonitor:
             scale = float(expected.abs().max()) or 1.0
             bound = 2 * ranks * compression.rounding * float(largest) / scale
             return _law(step, bucket, "rounding", expected, out, bound)
-        return _law(step, bucket, "sum", expected, out, TOLERANCE)
+        return _law(step, bucket, "sum", expected, out, LAW_TOLERANCE)
 
     def _adasum(self, own: Tensor, bucket: Bucket) -> Tensor:
         """The reference; in a hierarchical exchange of the means of the nodes."""
