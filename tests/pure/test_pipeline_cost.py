@@ -30,7 +30,7 @@ from headway.schedule.drawing import timing_timeline
 from headway.schedule.generators.chimera import chimera
 from headway.schedule.generators.gpipe_and_1f1b import one_f_one_b
 from headway.schedule.generators.registry import SCHEDULES, make_schedule
-from headway.schedule.generators.zero_bubble_and_dualpipe import zbv
+from headway.schedule.generators.zero_bubble import zbv
 from headway.schedule.lowering import lower
 from headway.schedule.stage_costs import StageCosts
 from headway.schedule.stats import measure_schedule

@@ -8,6 +8,7 @@ from fractions import Fraction
 import pytest
 
 from headway.errors import PlanError
+from headway.schedule.generators.dualpipe import dualpipe, dualpipe_v
 from headway.schedule.generators.gpipe_and_1f1b import (
     gems,
     gpipe,
@@ -16,13 +17,7 @@ from headway.schedule.generators.gpipe_and_1f1b import (
     pipedream_2bw,
 )
 from headway.schedule.generators.interleaved import breadth_first, interleaved
-from headway.schedule.generators.zero_bubble_and_dualpipe import (
-    dualpipe,
-    dualpipe_v,
-    interleaved_zero_bubble,
-    zb_h1,
-    zbv,
-)
+from headway.schedule.generators.zero_bubble import interleaved_zero_bubble, zb_h1, zbv
 from headway.schedule.pipeline_schedule import ActionKind
 from headway.schedule.stage_costs import StageCosts
 from headway.schedule.stats import measure_schedule

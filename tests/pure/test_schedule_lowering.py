@@ -12,7 +12,7 @@ from headway.schedule.check import schedule_violations
 from headway.schedule.generators.chimera import chimera
 from headway.schedule.generators.gpipe_and_1f1b import one_f_one_b, pipedream
 from headway.schedule.generators.registry import SCHEDULES, make_schedule
-from headway.schedule.generators.zero_bubble_and_dualpipe import zbv
+from headway.schedule.generators.zero_bubble import zbv
 from headway.schedule.lowering import eager_stages, idle_after_gradients, lower
 from headway.schedule.pipeline_schedule import (
     COMPUTE_KINDS,

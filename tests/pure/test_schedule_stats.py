@@ -12,7 +12,7 @@ from headway.errors import PlanError
 from headway.schedule.generators.chimera import chimera
 from headway.schedule.generators.gpipe_and_1f1b import gpipe, one_f_one_b, pipedream, pipedream_2bw
 from headway.schedule.generators.registry import make_schedule
-from headway.schedule.generators.zero_bubble_and_dualpipe import zb_h1
+from headway.schedule.generators.zero_bubble import zb_h1
 from headway.schedule.pipeline_schedule import ActionKind, SchedulePipe
 from headway.schedule.stage_costs import StageCosts
 from headway.schedule.stats import count_messages, critical_path, measure_schedule, peak_activations

@@ -12,7 +12,7 @@ import pytest
 from headway.errors import PlanError
 from headway.schedule.generators.chimera import chimera
 from headway.schedule.generators.gpipe_and_1f1b import one_f_one_b
-from headway.schedule.generators.zero_bubble_and_dualpipe import zbv
+from headway.schedule.generators.zero_bubble import zbv
 from headway.schedule.lowering import lower
 from headway.schedule.pipeline_schedule import ActionKind, PipelineSchedule, SchedulePipe
 from headway.schedule.stage_costs import StageCosts

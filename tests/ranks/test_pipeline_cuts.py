@@ -20,8 +20,9 @@ from headway.run.distributed.world import World
 from headway.run.pipeline.stage_ownership import partition_model, user_partition
 from headway.run.recipe.check import check_recipe
 from headway.run.recipe.factory import load_recipe
+from headway.verification.compare import compare
 from headway.verification.distributed_run import record_in_world
-from headway.verification.recording import Recording, VerifyJob, compare
+from headway.verification.recording import Recording, VerifyJob
 from headway.verification.reference import record_serial
 from support.commands import events, headway_here
 from support.cuts import Deciding, Uneven

@@ -24,8 +24,9 @@ from headway.run.step.setup import check_components
 from headway.run.strategy.strategy import Strategy
 from headway.run.training.job import TrainJob
 from headway.run.training.loop import CheckpointInventory, StopRequest, Training, train
+from headway.verification.compare import compare
 from headway.verification.distributed_run import record_in_world
-from headway.verification.recording import Recording, VerifyJob, compare
+from headway.verification.recording import Recording, VerifyJob
 from headway.verification.reference import record_serial
 from support.commands import events, newest_tensors
 from support.ranks import RanksFailed, run_ranks

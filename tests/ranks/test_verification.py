@@ -22,8 +22,9 @@ from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
 from headway.run.strategy.strategy import Strategy
+from headway.verification.compare import compare
 from headway.verification.distributed_run import record_in_world
-from headway.verification.recording import Recording, VerifyJob, compare
+from headway.verification.recording import Recording, VerifyJob
 from headway.verification.reference import record_serial
 from support.commands import headway_here
 from support.ranks import RanksFailed, run_ranks

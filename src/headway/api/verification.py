@@ -22,8 +22,9 @@ from headway.launch.forkserver import gc_paused, start_forkserver
 from headway.run.recipe.check import check_recipe
 
 if TYPE_CHECKING:
+    from headway.verification.compare import Comparison
     from headway.verification.exchange_law import Law
-    from headway.verification.recording import Comparison, Recording, VerifyJob
+    from headway.verification.recording import Recording, VerifyJob
 
 _LOG = logging.getLogger("headway")
 
@@ -164,9 +165,10 @@ def _verify_split_runs(
     pieces: bool,
     on_run: Callable[[EquivalenceResult], None] | None,
 ) -> tuple[EquivalenceResult, ...]:
+    from headway.verification.compare import compare
     from headway.verification.distributed_run import laws_file, record_split
     from headway.verification.exchange_law import load_laws
-    from headway.verification.recording import Recording, compare
+    from headway.verification.recording import Recording
     from headway.verification.reference import cut_file, record_serial
 
     with tempfile.TemporaryDirectory(prefix="headway-verify-") as folder:

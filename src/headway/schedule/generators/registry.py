@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 from headway.documents import nearest
 from headway.errors import PlanError, UsageError
 from headway.schedule.generators.chimera import chimera, chimera_split
+from headway.schedule.generators.dualpipe import dualpipe, dualpipe_v
 from headway.schedule.generators.gpipe_and_1f1b import (
     gems,
     gpipe,
@@ -23,13 +24,7 @@ from headway.schedule.generators.gpipe_and_1f1b import (
     pipedream_2bw,
 )
 from headway.schedule.generators.interleaved import breadth_first, interleaved
-from headway.schedule.generators.zero_bubble_and_dualpipe import (
-    dualpipe,
-    dualpipe_v,
-    interleaved_zero_bubble,
-    zb_h1,
-    zbv,
-)
+from headway.schedule.generators.zero_bubble import interleaved_zero_bubble, zb_h1, zbv
 from headway.schedule.pipeline_schedule import PipelineSchedule
 
 
