@@ -27,6 +27,7 @@ from support.commands import (
     wait_for_step,
 )
 from support.emulated import needs_root
+from support.sampling import sampled
 
 pytestmark = needs_root
 
@@ -44,7 +45,7 @@ def emulate(cwd: Path, text: str, run: str, *words: str, recipe: str = RECIPE):
     return train(cwd, run, "--emulate", "cluster.toml", *words, recipe=recipe)
 
 
-@pytest.mark.parametrize(("text", "ranks"), [(TWO, 2), (TWO_BY_TWO, 4)])
+@pytest.mark.parametrize(("text", "ranks"), sampled([(TWO, 2), (TWO_BY_TWO, 4)], 1))
 def test_the_same_numbers_as_on_plain_processes(tmp_path, text, ranks):
     plain = train(tmp_path, "plain", "-n", str(ranks))
     assert plain.code == 0, plain.err

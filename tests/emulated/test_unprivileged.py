@@ -73,6 +73,7 @@ sys.exit(0 if enter_user_namespace() else 7)
 """
 
 
+@pytest.mark.slow
 def test_nobody_trains_on_emulated_nodes(folder):
     (folder / "cluster.toml").write_text(CLUSTER)
     if as_nobody(folder, "-c", ALLOWED).returncode == 7:

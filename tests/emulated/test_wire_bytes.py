@@ -9,6 +9,7 @@ import headway
 from headway.cluster import Cluster
 from headway.run.distributed.world import World
 from support.emulated import needs_root, run_nodes
+from support.sampling import sampled
 
 pytestmark = needs_root
 STEPS = 4
@@ -54,7 +55,7 @@ CHOICES = [
 ]
 
 
-@pytest.mark.parametrize("choices", CHOICES, ids=str)
+@pytest.mark.parametrize("choices", sampled(CHOICES, 4), ids=str)
 def test_the_kernel_counts_what_the_plan_says(choices):
     for sent, planned in run_nodes(Cluster.of(2, 1, rate="1 Gbit/s"), body, choices):
         # Headers of super-packets and acknowledgements are a fixed part of small payloads.

@@ -30,6 +30,7 @@ def launcher():
     return str(beside) if beside.exists() else shutil.which("mpiexec")
 
 
+@pytest.mark.slow
 def test_the_provider_passes_what_all_providers_pass(tmp_path):
     if importlib.util.find_spec("mpi4py") is None or launcher() is None:
         pytest.skip("mpi4py with an mpiexec is not installed (pip install mpi4py mpich)")

@@ -144,6 +144,7 @@ def train_all(world: Any, cases: dict[str, tuple[str, ExchangePlan]]) -> dict[st
     return {name: train(world, *case) for name, case in cases.items()}
 
 
+@pytest.mark.slow
 def test_programs_equal_the_serial_run():
     """Every kind, with buckets, overlap, priority and parts, to 1e-12; and the bytes of each rank
     to each other are those of the plan, to the byte."""

@@ -95,6 +95,7 @@ def test_fp16_equals_the_fp16_hook_of_torch_to_rounding(world):
         torch.testing.assert_close(ours_p.grad, theirs_p.grad, rtol=2e-3, atol=2e-7)
 
 
+@pytest.mark.slow
 @ranks(2, timeout=60)
 def test_every_compressor_trains_with_many_buckets(world):
     plain = make()

@@ -473,6 +473,7 @@ def fit(world, density: float, feedback: bool) -> int:
     return 400
 
 
+@pytest.mark.slow
 def test_error_feedback_reaches_the_dense_loss_and_without_it_training_is_slower():
     dense_steps = run_ranks(4, fit, 1.0, True)[0]
     with_feedback = run_ranks(4, fit, 0.05, True)[0]

@@ -162,6 +162,7 @@ def test_a_signal_to_the_launcher_stops_the_workers_in_order(tmp_path, name):
     assert_gone(*pids)
 
 
+@pytest.mark.slow
 def test_workers_that_do_not_stop_are_killed(tmp_path):
     with program("deaf", tmp_path) as launcher:
         pids = ready(tmp_path)

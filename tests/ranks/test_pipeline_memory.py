@@ -173,6 +173,7 @@ def same(expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
         assert float((tensor - found[name]).abs().max()) < 1e-12 * scale, name
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_checkpoints_go_from_any_stages_to_any_others(tmp_path):
     """All ends equal six steps of one process, and so do the losses on the way."""

@@ -85,6 +85,7 @@ def all_schedules(world):
     return found
 
 
+@pytest.mark.slow
 def test_every_schedule_equals_the_serial_run_and_sends_nothing_over_the_group():
     expected = run_serially(model(), cross_entropy, points(COUNT, dtype=torch.float64))
     found = run_ranks(RANKS, all_schedules)

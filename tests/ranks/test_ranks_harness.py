@@ -219,6 +219,7 @@ run_ranks(2, tell_and_wait, pathlib.Path(sys.argv[1]))
 """
 
 
+@pytest.mark.slow
 def test_no_rank_survives_a_killed_pytest(tmp_path):
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(tmp_path), str(Path(__file__).parent)],

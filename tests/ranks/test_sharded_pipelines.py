@@ -164,6 +164,7 @@ def gathers(world):
     return counts
 
 
+@pytest.mark.slow
 def test_the_command_proves_it(tmp_path):
     words = ("stages=2", "zero=3", "pipeline.schedule='zb-h1'")
     options = [w for v in words for w in ("--set", v)]

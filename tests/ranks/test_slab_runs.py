@@ -21,6 +21,7 @@ from headway.run.executor import Executor
 from headway.run.step.batch import NO_SHOWCASE
 from support.commands import events, headway_here, resumed
 from support.ranks import run_ranks
+from support.sampling import sampled
 from support.slab_recipes import SHAPE, write
 
 RECIPE = "support.slab_recipes:labelling"
@@ -36,12 +37,21 @@ def reads(folder):
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "changes"),
-    [
-        ("hdf5", 4, (HALVES, "microbatch=1", "clip=0.5")),
-        ("npy", 4, (HALVES, "zero=1", "workers=1")),
-        ("npy", 4, (HALVES, *STAGES, "pipeline.schedule='chimera'", "zero=3")),
-    ],
-    ids=["HDF5", "npy, read ahead, sharded state", "npy, stages"],
+    sampled(
+        [
+            pytest.param("hdf5", 4, (HALVES, "microbatch=1", "clip=0.5"), id="HDF5"),
+            pytest.param(
+                "npy", 4, (HALVES, "zero=1", "workers=1"), id="npy, read ahead, sharded state"
+            ),
+            pytest.param(
+                "npy",
+                4,
+                (HALVES, *STAGES, "pipeline.schedule='chimera'", "zero=3"),
+                id="npy, stages",
+            ),
+        ],
+        1,
+    ),
 )
 def test_files_read_in_parts_are_the_serial_run(tmp_path, kind, ranks, changes):
     write(tmp_path / "slabs", kind)

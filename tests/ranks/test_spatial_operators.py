@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from torch import nn
 
 from support.ranks import ranks
@@ -13,6 +14,7 @@ def test_3d_operators_on_four_ranks(world):
     return compare_all(CASES, [(4, 1, 1), (2, 2, 1), (1, 1, 4)], min_width=0)
 
 
+@pytest.mark.slow
 @ranks(8, timeout=120, check=nothing_differs)
 def test_3d_operators_on_eight_ranks(world):
     return compare_all(CASES, [(2, 2, 2)], min_width=0)

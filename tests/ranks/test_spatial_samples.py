@@ -62,6 +62,7 @@ OF_SAMPLES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @ranks(4, timeout=120, check=nothing_differs)
 def test_operators_on_few_samples(world):
     """One to three samples for four ranks: some have none."""

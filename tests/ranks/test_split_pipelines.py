@@ -183,6 +183,7 @@ def test_any_plan_resumes_what_any_other_has_saved(tmp_path):
         torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-11, msg=name)
 
 
+@pytest.mark.slow
 def test_the_command_proves_it(tmp_path):
     words = ("stages=2", "split.spatial=[2]", "pipeline.microbatches=2")
     options = [w for v in words for w in ("--set", v)]

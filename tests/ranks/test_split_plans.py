@@ -114,39 +114,44 @@ ONE_BLOCK = LayerSplit(tensor=(2,), by=(ModuleSplit(modules="blocks.1", tensor=(
 
 @pytest.mark.parametrize(
     ("ranks", "layers", "kept", "said"),
-    [
-        (
-            2,
-            ONLY,
-            {},
-            {
-                "blocks.0.qkv.weight: whole",
-                "blocks.1.perceptron.down.weight: dim 1 over j",
-                "head.weight: dim 0 over j",
-            },
-        ),
-        (
-            4,
-            TWO_GRIDS,
-            {},
-            {
-                "blocks.0.qkv.weight: dim 0 over j in 3 blocks",
-                "blocks.0.perceptron.up.weight: dim 0 over j then i, dim 1 over l",
-                "blocks.1.perceptron.up.weight: dim 0 over j, dim 1 over i",
-                "head.weight: whole",
-            },
-        ),
-        (
-            4,
-            ONE_BLOCK,
-            {"zero": 3},
-            {
-                "blocks.0.qkv.bias: dim 0 over j in 3 blocks",
-                "blocks.1.out.weight: dim 0 over j then i, dim 1 over l",
-            },
-        ),
-    ],
-    ids=["only", "two grids", "one block, sharded"],
+    sampled(
+        [
+            pytest.param(
+                2,
+                ONLY,
+                {},
+                {
+                    "blocks.0.qkv.weight: whole",
+                    "blocks.1.perceptron.down.weight: dim 1 over j",
+                    "head.weight: dim 0 over j",
+                },
+                id="only",
+            ),
+            pytest.param(
+                4,
+                TWO_GRIDS,
+                {},
+                {
+                    "blocks.0.qkv.weight: dim 0 over j in 3 blocks",
+                    "blocks.0.perceptron.up.weight: dim 0 over j then i, dim 1 over l",
+                    "blocks.1.perceptron.up.weight: dim 0 over j, dim 1 over i",
+                    "head.weight: whole",
+                },
+                id="two grids",
+            ),
+            pytest.param(
+                4,
+                ONE_BLOCK,
+                {"zero": 3},
+                {
+                    "blocks.0.qkv.bias: dim 0 over j in 3 blocks",
+                    "blocks.1.out.weight: dim 0 over j then i, dim 1 over l",
+                },
+                id="one block, sharded",
+            ),
+        ],
+        1,
+    ),
 )
 def test_modules_are_split_otherwise_than_the_rest(ranks, layers, kept, said):
     explained = compare("speaker", ranks, layers, clip=0.5, microbatch=4, **kept)
@@ -163,7 +168,7 @@ def test_modules_are_split_otherwise_than_the_rest(ranks, layers, kept, said):
             (8, LayerSplit(tensor=(2, 2)), {"zero": 3}),
             (8, LayerSplit(tensor=(1, 2, 1)), {"zero": 3, "shards": 2}),
         ],
-        2,
+        1,
     ),
     ids=str,
 )
@@ -231,6 +236,7 @@ def autocast(world, layers, kept):
     return {name: t for name, t in found.items() if name.startswith(("loss", "gradient"))}
 
 
+@pytest.mark.slow
 def test_split_layers_under_autocast_are_its_serial_run_to_its_rounding():
     """Products of 8 bits: both runs differ from float32, and as much from each other."""
     serial = run_ranks(1, autocast, None, {})[0]
@@ -271,12 +277,15 @@ def laws_of(world, recipe, layers, compress, planted, target):
 
 @pytest.mark.parametrize(
     ("recipe", "layers", "compress", "planted"),
-    [
-        ("speaker", LayerSplit(tensor=(2,)), "fp16", False),
-        ("speaker", LayerSplit(tensor=(1, 2, 1)), "bf16", True),
-        ("segmenter", LayerSplit(spatial=(2,)), "int8", False),
-        ("segmenter", LayerSplit(spatial=(2, 1, 1)), "topk:0.2", True),
-    ],
+    sampled(
+        [
+            ("speaker", LayerSplit(tensor=(2,)), "fp16", False),
+            ("speaker", LayerSplit(tensor=(1, 2, 1)), "bf16", True),
+            ("segmenter", LayerSplit(spatial=(2,)), "int8", False),
+            ("segmenter", LayerSplit(spatial=(2, 1, 1)), "topk:0.2", True),
+        ],
+        2,
+    ),
     ids=str,
 )
 def test_inexact_sums_keep_their_law(tmp_path, recipe, layers, compress, planted):
@@ -311,7 +320,7 @@ PRIORITY = ExchangePlan(priority=True, bucket="1 KiB", chunk="100")
 KEPT = ({"zero": 3}, {"zero": 1}, {"zero": 2, "shards": 2}, {"exchange": PRIORITY})
 
 
-@pytest.mark.parametrize("kept", sampled(KEPT, 2), ids=str)
+@pytest.mark.parametrize("kept", sampled(KEPT, 1), ids=str)
 def test_split_samples_with_sharded_state_and_by_priority(kept):
     compare("segmenter", 4, LayerSplit(spatial=(2, 1, 1)), batch=4, microbatch=1, clip=0.5, **kept)
 

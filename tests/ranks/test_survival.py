@@ -230,6 +230,7 @@ def small_disk(tmp_path):
         subprocess.run(["umount", "-l", str(target)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_the_job_and_leaves_the_last_checkpoint_whole(small_disk, tmp_path):
     run = small_disk / "run"
     done = headway(
@@ -256,6 +257,7 @@ def test_a_full_disk_stops_the_job_and_leaves_the_last_checkpoint_whole(small_di
     assert events(run, "resume")[-1]["step"] == int(whole[-1].name.removeprefix("step-"))
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, undisturbed):
     assert train(tmp_path, "run", "arguments.steps=14", command=headway_here).code == 0
     newest = max((tmp_path / "run" / "checkpoints").glob("step-????????"))
@@ -305,6 +307,7 @@ def torchrun(port: int, node: int) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_torchrun_on_two_nodes_with_a_kill(tmp_path, undisturbed, free_port):
     """Two agents on one machine; a rank is killed; no variable helps torch 2.13 to restart."""
     trap = tmp_path / "sprung"

@@ -97,6 +97,7 @@ def pipelined(world, names):
     return found
 
 
+@pytest.mark.slow
 def test_schedules_equal_the_serial_run_on_both_executors():
     """Torch's own ZBV raises "Can't detach views in-place" here: our stages give it no views."""
     ours = ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "chimera", "dualpipe"]

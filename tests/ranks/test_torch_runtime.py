@@ -77,6 +77,7 @@ def both(world, cases, dtype):
     ]
 
 
+@pytest.mark.slow
 def test_tables_of_one_chain_are_bitwise_equal_on_both():
     found = run_ranks(RANKS, both, ONE_CHAIN, torch.float32, timeout=60)
     for number, (_, count) in enumerate(ONE_CHAIN):

@@ -66,6 +66,7 @@ def test_counts_other_than_samples_and_micro_batches(microbatch):
     check("sum and count", 12, (8, 3, 1), microbatch, 40)
 
 
+@pytest.mark.slow
 def test_the_command_proves_uneven_shares(tmp_path):
     for extra in (("-n", "2"), ("-n", "4", "--set", "stages=2")):
         done = headway_here(

@@ -4,6 +4,7 @@ import pytest
 
 from headway.workloads.cosmoflow import Universes
 from support.commands import events, headway_here
+from support.sampling import sampled
 from support.workload_files import write_universes
 
 COSMOFLOW = ("arguments.width=16", "arguments.samples=9", "batch=4")
@@ -17,21 +18,24 @@ def sets(*changes):
 
 @pytest.mark.parametrize(
     ("workload", "ranks", "changes"),
-    [
-        (
-            "cosmoflow",
-            4,
-            (
-                *COSMOFLOW,
-                "arguments.dropout=0.5",
-                "arguments.directory='files'",
-                "split.spatial=[2, 1, 1]",
+    sampled(
+        [
+            pytest.param(
+                "cosmoflow",
+                4,
+                (
+                    *COSMOFLOW,
+                    "arguments.dropout=0.5",
+                    "arguments.directory='files'",
+                    "split.spatial=[2, 1, 1]",
+                ),
+                id="cosmoflow in slabs of files, twice",
             ),
-        ),
-        ("unet3d", 2, (*UNET, "split.spatial=[2, 1, 1]")),
-        ("resnet", 2, RESNET),
-    ],
-    ids=["cosmoflow in slabs of files, twice", "unet3d in slabs", "resnet"],
+            pytest.param("unet3d", 2, (*UNET, "split.spatial=[2, 1, 1]"), id="unet3d in slabs"),
+            pytest.param("resnet", 2, RESNET, id="resnet"),
+        ],
+        1,
+    ),
 )
 def test_workloads_are_the_serial_run(tmp_path, workload, ranks, changes):
     if workload == "cosmoflow":

@@ -32,6 +32,7 @@ from support.big_models import (
     meta,
     plain_convolutions,
 )
+from support.sampling import sampled
 from support.tracked import found, tracker_of
 
 GPT = TransformerConfig(vocabulary=512, window=64, width=64, layers=3, heads=4, dropout=0.1)
@@ -65,7 +66,7 @@ def _model_and_tuple(name):
 # -- FLOPs -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sampled([*MODELS], 4))
 def test_flops_are_those_of_torchs_counter(graphs, name):
     model, example = built(name)
     with FlopCounterMode(display=False) as counter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ from headway.planner.traffic.executor import (
 from support.call_volumes import call_volumes
 from support.collective_recorder import CollectiveRecorder, collective_differences
 from support.fake_world import fake_world
+from support.sampling import sampled
 
 SAMPLES, LENGTH, WIDTH, HEADS, WIDE = 2, 16, 32, 8, 128
 MACHINE = machine_of(of_preset("dgx-a100", nodes=128))
@@ -255,8 +257,10 @@ def test_fully_shard_of_tensor_parallel_blocks(monkeypatch, data, microbatches):
         assert sum(call.beside for call in listed) > 0
 
 
-@pytest.mark.parametrize("recompute", [(), (0,)])
-@pytest.mark.parametrize("degrees", [degrees_of(8), degrees_of(2, 3), degrees_of(4, 2, 2)])
+@pytest.mark.parametrize(
+    ("recompute", "degrees"),
+    sampled([*product([(), (0,)], [degrees_of(8), degrees_of(2, 3), degrees_of(4, 2, 2)])], 3),
+)
 def test_what_is_listed_is_what_is_priced(degrees, recompute):
     """With the choices of the search itself: the cost model's seconds of the list are what a stage
     takes longer than on links that cost nothing."""
@@ -294,8 +298,7 @@ def changed(network, **numbers):
     )
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("tensor", [1, 4])
+@pytest.mark.parametrize(("zero", "tensor"), sampled([*product(range(4), [1, 4])], 4))
 def test_what_is_listed_of_gradients_is_what_is_priced(zero, tensor):
     """Hidden or not: buckets, units, and what follows them."""
     degrees = degrees_of(tensor, 3, 8, zero=zero)

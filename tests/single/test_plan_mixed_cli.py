@@ -47,6 +47,7 @@ def work():
 # -- money ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_money_and_picture_of_each_plan(run, cluster, tmp_path):
     svg, png = tmp_path / "f.svg", tmp_path / "f.png"
     code, shown, err = run(
@@ -152,6 +153,7 @@ def test_a_point_becomes_a_plan_and_the_same_point_again(work, cluster):
     assert seen
 
 
+@pytest.mark.slow
 def test_explain_says_what_binds_and_what_would_change_it(run, cluster, tmp_path):
     out = tmp_path / "plan.json"
     words = ("--cluster", cluster, "--runnable", "--objective", "fastest", "--out", out)
@@ -178,6 +180,7 @@ def test_explain_says_what_binds_and_what_would_change_it(run, cluster, tmp_path
     assert faster["own"] <= found["point"]["seconds"]
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_slower_than_the_search_s_is_told_so(run, cluster, tmp_path):
     even = tmp_path / "even.json"
     data_parallel(32, processes=4).save(even)
@@ -242,6 +245,7 @@ def test_of_one_type_in_use_the_answers_are_those_of_one_type(run, work, cluster
     assert answers[: len(own)] == [asdict(one) for one in own]
 
 
+@pytest.mark.slow
 def test_the_sources_are_those_of_each_type(run, cluster, tmp_path):
     even = tmp_path / "even.json"
     data_parallel(32, processes=4).save(even)

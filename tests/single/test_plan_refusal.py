@@ -162,6 +162,7 @@ def test_more_devices_than_the_cluster_s_links_join_have_no_time(work):
     assert found["memory"].slower is not None
 
 
+@pytest.mark.slow
 def test_more_nodes_of_a_preset_have_a_time_and_are_named(work):
     """That of a search on the preset with so many nodes."""
     one_node, more = machine_of(of_preset("dgx-a100")), machine_of(of_preset("dgx-a100", nodes=2))

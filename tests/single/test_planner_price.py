@@ -269,6 +269,7 @@ def test_no_plan_is_below_its_bound(tower, zero, data, pipeline):
 # -- schedules ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_all_schedules_that_run(tower):
     """The best of them equals that of opening everything, under a memory that binds, too: the least
     with which each still fits; the plan of each point is legal and has its price."""

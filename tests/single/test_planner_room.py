@@ -49,6 +49,7 @@ def asked(question):
     return found
 
 
+@pytest.mark.slow
 def test_nothing_is_lost(question, monkeypatch):
     """Neither by counting room, nor by short stages first, nor by what 1F1B takes at least."""
     left_out = []

@@ -135,6 +135,7 @@ def loss(model, data):
     return torch.nn.functional.cross_entropy(model(data[0]), data[1])
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_classes():
     """W6: replicate the backbone, split the head; 89.7 % less to synchronise (Whale, figure 2)."""
     with torch.device("meta"):

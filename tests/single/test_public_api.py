@@ -119,6 +119,7 @@ def test_a_found_plan_trains_as_one_process_does(found, folder, capfd):
     assert (resumed.steps, resumed.directory) == (7, folder / "alone")
 
 
+@pytest.mark.slow
 def test_the_verdict_holds_for_a_mean(found, folder, capfd):
     seen = []
     verdict = headway.verify(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from headway.parallel.pipeline.runtime import recomputation
 from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule, SchedulePipe
 from headway.workloads.transformer import TransformerConfig, TransformerLM
 from support.pipelines import assert_equal, chain, numbers_of, points, run_serially, sentences
+from support.sampling import sampled
 from support.tiny_models import CLASSES, FEATURES, WORDS, cross_entropy
 
 STAGES, COUNT = 3, 3
@@ -191,8 +193,7 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "split"), sampled([*product(MODELS, [False, True])], 4))
 def test_every_way_equals_the_serial_run(name, split):
     make, loss = MODELS[name]
     data = points(COUNT)
@@ -298,6 +299,7 @@ def peak(layers, stages, **how):
     return held.peak
 
 
+@pytest.mark.slow
 def test_blocks_hold_less_than_stages_and_these_less_than_all():
     every = {"recompute": (0, 1)}
     kept, one = peak(8, 2), peak(8, 2, recompute=(1,))

@@ -212,6 +212,7 @@ def test_pictures_of_one_schedule(facts):
         assert text.count(f"fill: var(--{hue},") == 8 + 1
 
 
+@pytest.mark.slow
 def test_the_picture_of_all_cuts_off_what_is_much_longer(facts):
     rows = facts("compare", "--svg", "all.svg")
     text = Path("all.svg").read_text()
@@ -324,6 +325,7 @@ def test_cells_that_cannot_be_read_are_a_document_error(run):
 # -- the documentation ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["docs/examples.md", "docs/pipelines.md"])
 def test_the_pages_show_every_digit_that_is_printed(run, page):
     text = (ROOT / page).read_text()

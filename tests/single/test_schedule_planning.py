@@ -92,6 +92,7 @@ def test_what_is_refused(run, words, said):
 # -- search --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_is_written_is_what_was_printed(facts):
     found = facts("search", *UNEQUAL, "--memory", 4.5, "--out", "x.csv")
     assert found["placement"] == "w"
