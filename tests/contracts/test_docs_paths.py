@@ -9,6 +9,7 @@ itself writes. `path.py:name` and `path.py:Class.method` also name something tha
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 from functools import cache
 from pathlib import Path
@@ -138,3 +139,13 @@ def test_names_that_do_not_exist_are_found(tmp_path):
         "headway.absent",
         "headway.plans.absent",
     ]
+
+
+def test_the_list_of_modules_is_that_of_the_source():
+    """Made again by `python docs/make_modules.py`."""
+    spec = importlib.util.spec_from_file_location("make_modules", ROOT / "docs/make_modules.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.PAGE.read_text(encoding="utf-8") == script.page()

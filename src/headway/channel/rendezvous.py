@@ -1,4 +1,4 @@
-"""Rendezvous of the two ends of a channel, over a process group or a key-value store.
+"""Rendezvous of the two ends of a channel over a group or a store; options of TCP connections.
 
 A rendezvous exchanges short texts; both ends do the same number of rounds in the same order. Over a
 group the n-th channel of one end meets the n-th of the other, because point-to-point messages keep

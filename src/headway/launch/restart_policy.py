@@ -1,4 +1,4 @@
-"""Whether to restart the workers.
+"""The restart policy: whether a failed job is started again, and when it gives up.
 
 A policy has no state and no effect: from the facts of all attempts so far it returns a decision,
 which `launch_local` carries out.
