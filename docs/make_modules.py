@@ -12,9 +12,9 @@ PAGE = Path(__file__).parent / "modules.md"
 SOURCE = Path(__file__).parents[1] / "src" / "headway"
 HEAD = """# All modules, one line each
 
-Written by `docs/make_modules.py` from the first line of each module's docstring; a test holds it. The folders
-and their order are explained in [ARCHITECTURE.md](../ARCHITECTURE.md), together with a table of frequent
-changes. Paths are below `src/headway/`.
+Written by `docs/make_modules.py` from the first line of each module's docstring; a test holds it.
+The folders and their order are explained in [ARCHITECTURE.md](../ARCHITECTURE.md), together with a
+table of frequent changes. Paths are below `src/headway/`.
 """
 
 

@@ -1,8 +1,8 @@
 """Parallel degrees of a plan and micro-batch sizes: which combinations the search tries.
 
-Degrees are tensor, data, pipeline, micro-batches, ZeRO and recomputation; `combinations` lists those
-that the search opens. The factors of memory per byte of parameters that
-depend on the degrees alone (weights, gradients and optimiser state under ZeRO) are here too.
+Degrees are tensor, data, pipeline, micro-batches, ZeRO and recomputation; `combinations` lists
+those that the search opens. The factors of memory per byte of parameters that depend on the degrees
+alone (weights, gradients and optimiser state under ZeRO) are here too.
 """
 
 from __future__ import annotations
