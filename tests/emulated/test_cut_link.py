@@ -62,6 +62,7 @@ def test_a_link_that_is_cut_in_a_collective_is_named_and_no_process_stays(tmp_pa
         assert records[rank].what == f"rank 0 on a cannot be reached from rank {rank} on b"
 
 
+@pytest.mark.slow
 def test_the_command_names_the_cut_link_once(tmp_path):
     (tmp_path / "cluster.toml").write_text(CLUSTER)
     with subprocess.Popen(

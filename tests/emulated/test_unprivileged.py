@@ -146,6 +146,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_the_steps_take_as_long_as_the_link_would(tmp_path):
     """1.3 MB of gradients leave each node in a step: 1.06 s at 10 Mbit/s, 2.1 s at half of it."""
     (tmp_path / "powerless.py").write_text(POWERLESS)

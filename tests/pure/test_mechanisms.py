@@ -91,6 +91,7 @@ def compositions():
             yield pipelined(16 * ranks, stages=stages, pipeline=pipeline, **options)
 
 
+@pytest.mark.slow
 def test_every_composition_is_carried_out_or_refused_by_name():
     run, refused = 0, 0
     for plan in compositions():

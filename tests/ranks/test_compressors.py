@@ -560,6 +560,7 @@ def compare(world):
     }
 
 
+@pytest.mark.slow
 def test_density_of_one_percent_reaches_the_dense_loss_with_feedback_only():
     first, second = run_ranks(2, compare)
     assert first == second

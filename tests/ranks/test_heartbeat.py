@@ -10,7 +10,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import threading
 import time
 from multiprocessing import connection
@@ -23,6 +22,7 @@ from headway.launch.local import launch_local
 from headway.launch.restart_policy import RestartPolicy
 from headway.run.distributed.failure_record import read_failures
 from support import heartbeat_entries as entries
+from support.ports import free_port
 from support.ranks import PRELOAD
 
 LIMIT = 15.0  # it is under 6 on a free machine
@@ -88,12 +88,6 @@ class Job:
     def told(self) -> list[str]:
         """The first lines of the errors that the ranks wrote."""
         return [line for line in self.terminal.splitlines() if line.startswith("HW-")]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

@@ -244,6 +244,7 @@ def test_a_run_that_is_resumed_ends_where_the_other_one_ends(trained):
     assert all(torch.equal(halves[name], whole[name]) for name in whole)
 
 
+@pytest.mark.slow
 def test_verify_says_that_the_law_holds_and_not_equal(trained):
     words = ("--set", "stages=2", "--set", "pipeline.schedule='pipedream-2bw'")
     done = headway_here("verify", "support.recipes:late", "-n", "2", *words,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from headway.launch.worker import run_rank_here
 from headway.run.distributed.failure_record import read_failures
 from headway.run.distributed.launch_env import LaunchEnv
 from support import launch_entries as entries
+from support.ports import free_port
 from support.sampling import sampled
 
 PRELOAD = ("pytest", "support.launch_entries")
@@ -297,9 +297,3 @@ def running(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return state not in "ZX"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])

@@ -302,6 +302,7 @@ def recorded(world: Any, target: str, planted: bool) -> None:
         (world.directory / "split").rename(target)
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_proved_on_rank_0_and_a_planted_bug_is_seen(tmp_path):
     record_serial(LaunchEnv(), VerifyJob(recipe=DEEP), tmp_path / "serial")
     serial = Recording.load(tmp_path / "serial")

@@ -106,7 +106,7 @@ PIPELINES = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "name", "pipe", "clip", "options"), sampled(PIPELINES, 3))
+@pytest.mark.parametrize(("ranks", "name", "pipe", "clip", "options"), sampled(PIPELINES, 2))
 def test_every_rank_of_a_pipeline(ranks, name, pipe, clip, options):
     """A world for each: DTensor takes meshes of an earlier one for its own."""
     options = {k: LayerSplit(**v) if k == "split" else v for k, v in options.items()}

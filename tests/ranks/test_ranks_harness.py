@@ -112,6 +112,7 @@ def hang_on_one(world):
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_a_hanging_rank_times_out_with_the_stacks_of_all():
     start = time.monotonic()
     with pytest.raises(RanksFailed) as caught:

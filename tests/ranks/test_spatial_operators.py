@@ -9,6 +9,7 @@ from support.ranks import ranks
 from support.spatial_cases import CASES, compare_all, nothing_differs
 
 
+@pytest.mark.slow
 @ranks(4, timeout=120, check=nothing_differs)
 def test_3d_operators_on_four_ranks(world):
     return compare_all(CASES, [(4, 1, 1), (2, 2, 1), (1, 1, 4)], min_width=0)

@@ -73,6 +73,7 @@ def test_operators_on_few_samples(world):
     return found
 
 
+@pytest.mark.slow
 @ranks(3, timeout=120, check=nothing_differs)
 def test_operators_on_uneven_shares(world):
     cases = of(2, {"shapes": CASES["shapes"]}) | of(5, CASES) | of(5, OF_SAMPLES)

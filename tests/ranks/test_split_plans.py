@@ -92,7 +92,7 @@ def compare(case, ranks, layers, *, batch=8, microbatch=None, clip=None, **kept)
             (4, LayerSplit(tensor=(1, 2, 2))),
             (4, LayerSplit(tensor=(1, 2, 1))),
         ],
-        2,
+        1,
     ),
     ids=str,
 )
@@ -284,7 +284,7 @@ def laws_of(world, recipe, layers, compress, planted, target):
             ("segmenter", LayerSplit(spatial=(2,)), "int8", False),
             ("segmenter", LayerSplit(spatial=(2, 1, 1)), "topk:0.2", True),
         ],
-        2,
+        1,
     ),
     ids=str,
 )
@@ -353,7 +353,7 @@ def test_any_plan_resumes_what_any_other_has_saved(tmp_path):
             ("segmenter", 2, "split.spatial=[2]"),
             ("estimator", 4, "split.spatial=[2,1,2]"),
         ],
-        2,
+        1,
     ),
 )
 def test_the_command_proves_it(tmp_path, recipe, ranks, split):

@@ -31,6 +31,7 @@ from support.commands import (
     warm_variables,
 )
 from support.patience import patient
+from support.ports import free_port
 from support.sampling import sampled
 
 STEPS = 20
@@ -308,7 +309,7 @@ def torchrun(port: int, node: int) -> tuple[str, ...]:
 
 
 @pytest.mark.slow
-def test_torchrun_on_two_nodes_with_a_kill(tmp_path, undisturbed, free_port):
+def test_torchrun_on_two_nodes_with_a_kill(tmp_path, undisturbed):
     """Two agents on one machine; a rank is killed; no variable helps torch 2.13 to restart."""
     trap = tmp_path / "sprung"
     words = (
@@ -318,9 +319,10 @@ def test_torchrun_on_two_nodes_with_a_kill(tmp_path, undisturbed, free_port):
     )  # fmt: skip
     variables = warm()
     variables.pop("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None)
+    port = free_port()
     agents = [
         subprocess.Popen(
-            (*torchrun(free_port, node), *words), cwd=tmp_path, env=variables,
+            (*torchrun(port, node), *words), cwd=tmp_path, env=variables,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for node in (0, 1)
@@ -332,13 +334,13 @@ def test_torchrun_on_two_nodes_with_a_kill(tmp_path, undisturbed, free_port):
     each_sample_once(tmp_path / "run")
 
 
-def test_srun(tmp_path, undisturbed, free_port):
+def test_srun(tmp_path, undisturbed):
     """The variables of srun; rank 0 opens the store at the first node of the list."""
     words = ("headway", "train", "support.recipes:trapped", "-d", "run", "--device", "cpu")
     jobs = []
     for rank in (0, 1):
         variables = warm(
-            SLURM_JOB_ID=str(free_port), SLURM_STEP_ID="0", SLURM_NTASKS="2",
+            SLURM_JOB_ID=str(free_port()), SLURM_STEP_ID="0", SLURM_NTASKS="2",
             SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), SLURM_NODEID="0",
             SLURM_STEP_NODELIST="localhost", SLURM_STEP_NUM_TASKS="2",
             SLURM_STEP_TASKS_PER_NODE="2",
@@ -352,15 +354,6 @@ def test_srun(tmp_path, undisturbed, free_port):
     texts = [job.communicate(timeout=patient(120))[0] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], "\n".join(texts)
     same(undisturbed, newest_tensors(tmp_path / "run"))
-
-
-@pytest.fixture
-def free_port():
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_more_processes_than_cores_is_a_warning(tmp_path):

@@ -217,6 +217,7 @@ def save_then_return(world, folder):
     return {k: full(v).clone() for k, v in model.state_dict().items()}
 
 
+@pytest.mark.slow
 def test_saved_on_a_cube_loaded_on_others_and_serially(tmp_path):
     expected = run_ranks(8, save_then_return, tmp_path)[0]
     run_ranks(2, loaded, tmp_path, expected)

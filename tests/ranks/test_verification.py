@@ -379,6 +379,7 @@ def test_the_command_exits_with_4_and_names_the_first_difference(tmp_path):
     assert "Traceback" not in done.err
 
 
+@pytest.mark.slow
 def test_a_pipeline_with_batch_normalisation_equals_the_serial_run_over_its_microbatches(tmp_path):
     words = ("verify", "support.recipes:normalised", "-n", "2", "--set", "stages=2")
     done = headway_here(*words, "--microbatches", cwd=tmp_path)

@@ -104,6 +104,7 @@ def test_its_processes_are_forked_from_it_and_write_where_it_writes(tmp_path):
     assert done.out == "worker 0 True\nworker 1 True\n"
 
 
+@pytest.mark.slow
 def test_the_warm_process_ends_with_the_one_that_started_it(tmp_path):
     code = "from support.warm_commands import warm_path; import os; print(os.fspath(warm_path()))"
     done = command(sys.executable, "-c", code, cwd=tmp_path)

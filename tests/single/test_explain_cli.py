@@ -555,6 +555,7 @@ def test_algorithms_are_measured(run):
 # -- what the plan's file says --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_plan_s_file_says_recipe_and_cluster(capsys, tmp_path, monkeypatch):
     """A preset, and a file that is named from the folder of the plan; explain and simulate."""
     (tmp_path / "plans").mkdir()

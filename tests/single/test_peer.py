@@ -183,6 +183,7 @@ def test_a_verdict_reaches_the_others_and_strangers_reach_nobody():
         thread.stop()
 
 
+@pytest.mark.slow
 def test_a_process_that_stood_still_itself_judges_nobody(monkeypatch):
     """As after the suspension of a machine: the beats of the others come when it goes on."""
     listener = HeartbeatListener.open()

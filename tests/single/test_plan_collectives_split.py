@@ -192,7 +192,7 @@ FIRST = LayerSplit(spatial=(2,))
             ("normed", 8, 1, LayerSplit(spatial=(2, 2)), {"microbatch": 3, "batch": 10}),
             ("segmenter", 12, 2, LayerSplit(spatial=(3, 1, 1)), {"pipeline": PIPE, "batch": 11}),
         ],
-        6,
+        4,
     ),
 )
 def test_models(name, ranks, stages, split, options):

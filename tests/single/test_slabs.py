@@ -279,6 +279,7 @@ def test_another_shape_or_type_in_a_later_file(tmp_path, change):
     said(lambda: NpySlabs(npy).read(4, BOX), str(npy[4]), expected)
 
 
+@pytest.mark.slow
 def test_zarr(tmp_path):
     done = command(sys.executable, "-m", "support.zarr_slabs", str(tmp_path), cwd=tmp_path)
     assert done.code == 0, done.err

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from headway.checkpoint.format import DTYPES, Manifest
+from headway.checkpoint.format import DTYPES
 from headway.checkpoint.save_plan import HeldTensorSpec, SavePiece, TensorBox
-from headway.errors import CheckpointError, CheckpointMismatch
+from headway.errors import CheckpointError
 
 _PAGE = 4096
 
@@ -68,37 +68,6 @@ def local_box(tensor: Tensor) -> TensorBox | None:
 def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, HeldTensorSpec]:
     """Of all; raises as `spec_of`."""
     return {name: spec_of(name, tensor) for name, tensor in tensors.items()}
-
-
-def check_match(
-    tensors: Mapping[str, Tensor], manifest: Manifest, where: str, *, complete: bool
-) -> None:
-    """Check that a checkpoint holds tensors of these names, shapes and element types.
-
-    Args:
-        complete: `tensors` must have every tensor of the checkpoint.
-
-    Raises:
-        CheckpointMismatch: Lists the differences.
-    """
-    problems = []
-    for name, tensor in tensors.items():
-        entry = manifest.tensors.get(name)
-        here = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-        if entry is None:
-            problems.append(f"missing in the checkpoint: {name}")
-        elif (saved := f"{entry.dtype} {list(entry.shape)}") != here:
-            problems.append(f"{name}: saved {saved}, here {here}")
-    if complete:
-        problems += [f"unknown to the model: {n}" for n in manifest.tensors if n not in tensors]
-    if problems:
-        more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
-        raise CheckpointMismatch(
-            f"the checkpoint of step {manifest.step} is of another model or optimiser",
-            where=where,
-            why="\n  ".join([*problems[:8], *more]),
-            fix="Resume with the recipe that was saved, or use a new run directory.",
-        )
 
 
 class StagingBuffer:

@@ -30,8 +30,8 @@ from headway.checkpoint.directory import (
 )
 from headway.checkpoint.format import Manifest, decode_facts, encode_facts
 from headway.checkpoint.save_plan import Holdings, SavePiece, partition_writes
-from headway.checkpoint.staging import StagingBuffer, check_match, specs_of
-from headway.errors import CheckpointDamaged, CheckpointError
+from headway.checkpoint.staging import StagingBuffer, specs_of
+from headway.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 
 T = TypeVar("T")
 
@@ -313,3 +313,34 @@ def _explain(error: BaseException, task: str, directory: Path) -> CheckpointErro
     explained = CheckpointError(f"checkpointing failed ({task})", where=place, why=why, fix=fix)
     explained.__cause__ = cause
     return explained
+
+
+def check_match(
+    tensors: Mapping[str, Tensor], manifest: Manifest, where: str, *, complete: bool
+) -> None:
+    """Check that a checkpoint holds tensors of these names, shapes and element types.
+
+    Args:
+        complete: `tensors` must have every tensor of the checkpoint.
+
+    Raises:
+        CheckpointMismatch: Lists the differences.
+    """
+    problems = []
+    for name, tensor in tensors.items():
+        entry = manifest.tensors.get(name)
+        here = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        if entry is None:
+            problems.append(f"missing in the checkpoint: {name}")
+        elif (saved := f"{entry.dtype} {list(entry.shape)}") != here:
+            problems.append(f"{name}: saved {saved}, here {here}")
+    if complete:
+        problems += [f"unknown to the model: {n}" for n in manifest.tensors if n not in tensors]
+    if problems:
+        more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
+        raise CheckpointMismatch(
+            f"the checkpoint of step {manifest.step} is of another model or optimiser",
+            where=where,
+            why="\n  ".join([*problems[:8], *more]),
+            fix="Resume with the recipe that was saved, or use a new run directory.",
+        )

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from headway.checkpoint.format import Manifest, TensorEntry
-from headway.checkpoint.staging import check_match
+from headway.checkpoint.store import check_match
 from headway.comm.compress.state import STATE_PREFIX
 from headway.errors import CheckpointError, CheckpointMismatch
 
