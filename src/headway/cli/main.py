@@ -88,12 +88,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     # Taken out here, so that it may stand anywhere and no command has to declare it.
     trace = "--trace" in words
+    words = [word for word in words if word != "--trace"]
     try:
+        # First, as these pages need nothing of what is imported to run a command.
+        if not words or words[0] in {"--help", "-h", "help", "--version"}:
+            say(__version__ if words[:1] == ["--version"] else overview())
+            return 0
         # Both are put back: `main` is also called within other programs, as by the tests.
         with warnings.catch_warnings(), shown_log():
             warnings.simplefilter("default", UserWarning)
             warnings.showwarning = show_warning
-            return run_command([word for word in words if word != "--trace"])
+            return run_command(words)
     except HeadwayError as error:
         return show_error(error, trace=trace)
     except KeyboardInterrupt:
@@ -137,12 +142,6 @@ def run_command(words: list[str]) -> int:
     Raises:
         HeadwayError: Of the command, or the words are none.
     """
-    if not words or words[0] in {"--help", "-h", "help"}:
-        say(overview())
-        return 0
-    if words[0] == "--version":
-        say(__version__)
-        return 0
     if words[0] == "plan" and len(words) > 1 and _is_recipe(words[1]):
         words = ["plan", "search", *words[1:]]
     _check_command(words)

@@ -6,14 +6,15 @@ display uses rich.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from headway.errors import HeadwayError, UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 BUG_CODE = "HW-9000"
 BUG_EXIT = 70
@@ -53,7 +54,13 @@ def show_warning(message: Warning | str, *place: object, **options: object) -> N
 @contextmanager
 def shown_log() -> Iterator[None]:
     """Notes of the library (logger "headway") go to standard error while the `with` lasts."""
-    logger, handler = logging.getLogger("headway"), _NoteHandler()
+    import logging  # 15 ms, for which `headway --help` does not wait
+
+    class NoteHandler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            note(record.getMessage())
+
+    logger, handler = logging.getLogger("headway"), NoteHandler()
     before = logger.level
     logger.addHandler(handler)
     # Else it has the root's level, WARNING, and drops every note.
@@ -63,11 +70,6 @@ def shown_log() -> Iterator[None]:
     finally:
         logger.setLevel(before)
         logger.removeHandler(handler)
-
-
-class _NoteHandler(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        note(record.getMessage())
 
 
 def parse_option(option: str, text: str, parse: Callable[[str], ValueT]) -> ValueT:
