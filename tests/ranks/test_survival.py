@@ -337,10 +337,11 @@ def test_torchrun_on_two_nodes_with_a_kill(tmp_path, undisturbed):
 def test_srun(tmp_path, undisturbed):
     """The variables of srun; rank 0 opens the store at the first node of the list."""
     words = ("headway", "train", "support.recipes:trapped", "-d", "run", "--device", "cpu")
+    job_id = str(free_port())  # srun's ranks make the port of it
     jobs = []
     for rank in (0, 1):
         variables = warm(
-            SLURM_JOB_ID=str(free_port()), SLURM_STEP_ID="0", SLURM_NTASKS="2",
+            SLURM_JOB_ID=job_id, SLURM_STEP_ID="0", SLURM_NTASKS="2",
             SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), SLURM_NODEID="0",
             SLURM_STEP_NODELIST="localhost", SLURM_STEP_NUM_TASKS="2",
             SLURM_STEP_TASKS_PER_NODE="2",
