@@ -154,7 +154,7 @@ def test_nothing_stays_of_a_channel_that_was_closed_or_forgotten(world, provider
                 dist.barrier()
 
     def more():
-        # Less is no leak: the first channel's connection may still be closing when `before` is taken.
+        # Less is no leak: the first channel may still be closing when `before` is taken.
         return any(now > then for now, then in zip(held(), before, strict=True))
 
     deadline = time.monotonic() + patient(10)
