@@ -1,4 +1,4 @@
-"""Writes docs/modules.md: what each module of headway is for, from the first line of its docstring.
+"""Writes docs/modules.md: what each module is for, from the first paragraph of its docstring.
 
 python docs/make_modules.py
 """
@@ -12,14 +12,14 @@ PAGE = Path(__file__).parent / "modules.md"
 SOURCE = Path(__file__).parents[1] / "src" / "headway"
 HEAD = """# All modules, one line each
 
-Written by `docs/make_modules.py` from the first line of each module's docstring; a test holds it.
+Written by `docs/make_modules.py` from the first paragraph of each docstring; a test holds it.
 The folders and their order are explained in [ARCHITECTURE.md](../ARCHITECTURE.md), together with a
 table of frequent changes. Paths are below `src/headway/`.
 """
 
 
 def purpose(file: Path) -> str:
-    """The first sentence of a module, or all of its docstring's first paragraph."""
+    """The first paragraph of a module's docstring, on one line."""
     text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     return " ".join(text.split("\n\n", 1)[0].split())
 

@@ -153,14 +153,14 @@ def test_nothing_stays_of_a_channel_that_was_closed_or_forgotten(world, provider
                 one(shape, close)
                 dist.barrier()
 
-    def more():
+    def leaks():
         # Less is no leak: the first channel may still be closing when `before` is taken.
         return any(now > then for now, then in zip(held(), before, strict=True))
 
     deadline = time.monotonic() + patient(10)
-    while more() and time.monotonic() < deadline:
+    while leaks() and time.monotonic() < deadline:
         time.sleep(0.01)  # the thread of a forgotten end sees its connection end
-    assert not more(), (before, held())
+    assert not leaks(), (before, held())
 
 
 @ranks(2)

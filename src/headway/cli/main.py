@@ -140,7 +140,7 @@ def run_command(words: list[str]) -> int:
     """The exit code of one command; `main` shows its errors.
 
     Raises:
-        HeadwayError: Of the command, or the words are none.
+        HeadwayError: Of the command, or there is no command of these words.
     """
     if words[0] == "plan" and len(words) > 1 and _is_recipe(words[1]):
         words = ["plan", "search", *words[1:]]

@@ -1,8 +1,8 @@
 """Parameters: what a rank holds of the model, under which names, and how it is made whole.
 
-`UncutParameters`: every rank has all of them, or parts of them: rows that FSDP2 keeps (Rajbhandari
-et al., ZeRO, SC 2020), parts of split layers, or both. Of a model that is cut into stages:
-`StageParameters`.
+`WholeParameters`: every rank has all of them. `ShardedParameters`: every rank has parts of them,
+rows that FSDP2 keeps (Rajbhandari et al., ZeRO, SC 2020), parts of split layers, or both. Of a
+model that is cut into stages: `StageParameters`.
 """
 
 from __future__ import annotations
@@ -118,11 +118,44 @@ class HeldParameters(ABC):
         """Free what belongs to the executor."""
 
 
-class UncutParameters(HeldParameters):
-    """Every parameter on every rank: the whole of it, or, where `divided`, a part as a DTensor.
+class WholeParameters(HeldParameters):
+    """All parameters on every rank."""
+
+    def __init__(self, model: nn.Module, context: StepContext) -> None:
+        self.whole = model
+        self.named = self.sources = dict(model.named_parameters())
+        self._world = context.world
+
+    @property
+    def away(self) -> frozenset[Tensor]:
+        return frozenset()
+
+    def clear(self) -> None:
+        pass
+
+    def clip(self, trained: Mapping[str, nn.Parameter], limit: float) -> float:
+        return float(nn.utils.clip_grad_norm_(trained.values(), limit))
+
+    def complete(self, numbers: TensorsByKind) -> TensorsByKind:
+        return numbers
+
+    def gather_whole(self) -> None:
+        pass
+
+    def release_whole(self) -> None:
+        pass
+
+    def share_buffers(self) -> None:
+        replica_sync.broadcast_buffers(self.whole, self._world)
+
+    def close(self) -> None:
+        pass
+
+
+class ShardedParameters(HeldParameters):
+    """Parts of parameters on every rank, as DTensors: of FSDP2, or of split layers after `divide`.
 
     Args:
-        divided: By FSDP2, or by split layers once `divide` has been called.
         form: The model before FSDP2 has sharded it, without memory; None: `divide` copies it.
     """
 
@@ -131,12 +164,10 @@ class UncutParameters(HeldParameters):
         model: nn.Module,
         context: StepContext,
         *,
-        divided: bool = True,
         form: nn.Module | None = None,
         layers: SplitLayers | None = None,
     ) -> None:
         self.layers = layers
-        self._divided = divided
         self.named = self.sources = dict(model.named_parameters()) if layers is None else {}
         self.whole = model
         self._model = model
@@ -164,16 +195,12 @@ class UncutParameters(HeldParameters):
             self.layers.clear()
 
     def clip(self, trained: Mapping[str, nn.Parameter], limit: float) -> float:
-        if not self._divided:
-            return float(nn.utils.clip_grad_norm_(trained.values(), limit))
         gradients = {n: p.grad for n, p in trained.items() if p.grad is not None}
         with self._context.exchanging():
             square = float(squared_gradient_norm(gradients))
         return limit_norm(square, gradients.values(), limit)
 
     def complete(self, numbers: TensorsByKind) -> TensorsByKind:
-        if not self._divided:
-            return numbers
         found: dict[str, dict[str, Tensor]] = {}
         with self._context.exchanging():
             for kind, name, _, full in completed(numbers, self.layers):
@@ -181,8 +208,6 @@ class UncutParameters(HeldParameters):
         return found
 
     def gather_whole(self) -> None:
-        if not self._divided:
-            return
         # A second model: the modules of this one work on parts.
         form = require_meta_copy(self._form, self._model)
         first = self._context.world.rank == 0
@@ -421,7 +446,7 @@ class StageParameters(HeldParameters):
         self._guard.lifted = self._context.world.rank == 0
 
     def _make_copy(self) -> None:
-        # A second model, as in `UncutParameters`.
+        # A second model, as in `ShardedParameters`.
         form = require_meta_copy(self._form, self._model)
         tensors = {**self.named, **dict(self._model.named_buffers())}
         with torch.no_grad():

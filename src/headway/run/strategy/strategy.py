@@ -48,9 +48,10 @@ from headway.run.step.randomness import RandomDraws
 from headway.run.step.record import StepRecord
 from headway.run.strategy.parameters import (
     HeldParameters,
+    ShardedParameters,
     StageParameters,
     TensorsByKind,
-    UncutParameters,
+    WholeParameters,
 )
 from headway.run.strategy.split_layers import SplitLayers, infer_plan_split
 from headway.run.strategy.step_context import StepContext, StepReduction, TrainingSetup
@@ -592,7 +593,7 @@ def data_parallel_strategy(setup: TrainingSetup) -> Strategy:
     return Strategy(
         setup,
         context,
-        parameters=UncutParameters(setup.model, context, divided=False),
+        parameters=WholeParameters(setup.model, context),
         reducer=_bucket_reducer(setup, context),
     )
 
@@ -627,7 +628,7 @@ def _sharded(setup: TrainingSetup) -> Strategy:
     return Strategy(
         setup,
         context,
-        parameters=UncutParameters(model, context, form=form),
+        parameters=ShardedParameters(model, context, form=form),
         reducer=reducer,
     )
 
@@ -635,7 +636,7 @@ def _sharded(setup: TrainingSetup) -> Strategy:
 def _tensor_parallel(setup: TrainingSetup, forward: ForwardPass) -> Strategy:
     context, plan, model = StepContext(setup.world), setup.plan, setup.model
     layers = SplitLayers.of(plan, setup.world)
-    parameters = UncutParameters(model, context, layers=layers)
+    parameters = ShardedParameters(model, context, layers=layers)
     # With a single share of the batch there is nobody to keep the state together with.
     zero = plan.memory.zero if plan.data_degree > 1 else 0
     dims = (plan.exchange.axis, SHARD_AXIS) if zero else ()
