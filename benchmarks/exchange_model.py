@@ -19,14 +19,14 @@ from torch import nn
 import emulated
 from headway.collective.compression import parse_compression
 from headway.collective.model.bucket_cost import ExchangeNetwork, ExchangeScheme
-from headway.collective.model.exchange_scheme import (
+from headway.collective.model.gradient_buckets import backward_order, ddp_buckets
+from headway.collective.model.link_fit import LinkFit
+from headway.collective.model.scheme_ranking import (
     TYPICAL_COMPRESSOR_SPEEDS,
     GradientLayer,
     gradient_moments,
     predict_exchange,
 )
-from headway.collective.model.gradient_buckets import backward_order, ddp_buckets
-from headway.collective.model.link_fit import LinkFit
 from headway.comm.tuning.autotuning import probe_link
 from priority import LAYERS, WIDTH, WithDDP, WithHeadway, build, measure
 

@@ -26,8 +26,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # what a shell does to jobs in its background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-SLOW_PER_DAY = 6
-"""Of some eighty: each has its turn within a fortnight, and a run stays short."""
+SLOW_PER_DAY = 4
+"""Of some hundred: each has its turn within a month, and a run stays short."""
 
 hypothesis.settings.register_profile(
     "headway", deadline=None, derandomize=True, max_examples=100, print_blob=False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -50,6 +51,7 @@ def scatter(world):
     return ours, theirs
 
 
+@pytest.mark.slow
 @needs_root
 def test_a_reduce_scatter_sends_half_of_what_gloo_sends():
     for ours, theirs in run_nodes(Cluster.of(2, 1, rate="1 Gbit/s"), scatter):

@@ -34,6 +34,7 @@ def exchange(world, nodes: Nodes, method: ExchangeMethod) -> bool:
     return bool((fused.flags > 0).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cluster", "method", "expected"),
     [

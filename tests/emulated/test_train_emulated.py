@@ -75,6 +75,7 @@ def test_a_killed_rank_is_restarted_once(tmp_path):
     assert none_left(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_slow_link_is_seen_in_the_steps_until_it_recovers(tmp_path):
     """1.3 MB of gradients a step: 0.11 s at 100 Mbit/s, 2.1 s at a twentieth of it."""
     fault = "link a-b 20x slower from step 3 to step 5"
@@ -127,6 +128,7 @@ def test_ranks_know_their_node(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_the_launcher_is_killed(tmp_path):
     (tmp_path / "cluster.toml").write_text(TWO)
     words = ("train", "support.recipes:trapped", "-d", "run", "--device", "cpu")

@@ -21,8 +21,8 @@ from headway.collective.all_reduce.algorithm import (
 )
 from headway.collective.compression import parse_compression
 from headway.collective.model.bucket_cost import ExchangeNetwork, ExchangeScheme, bucket_traffic
-from headway.collective.model.exchange_scheme import GradientLayer, predict_exchange
 from headway.collective.model.link_fit import LinkFit
+from headway.collective.model.scheme_ranking import GradientLayer, predict_exchange
 from headway.collective.nodes import Nodes
 from headway.collective.program.check import check_program
 from headway.collective.topology import NetworkTopology

@@ -13,7 +13,10 @@ from headway.cli.exchange import compare, equal_layers
 from headway.cli.main import main
 from headway.collective.compression import CompressorSpeed, parse_compression
 from headway.collective.model.bucket_cost import ExchangeNetwork, ExchangeScheme, bucket_service
-from headway.collective.model.exchange_scheme import (
+from headway.collective.model.gradient_buckets import backward_order, ddp_buckets
+from headway.collective.model.link_fit import LinkFit
+from headway.collective.model.overlap import step_bound
+from headway.collective.model.scheme_ranking import (
     CANDIDATE_COMPRESSORS,
     GradientLayer,
     exactness,
@@ -21,9 +24,6 @@ from headway.collective.model.exchange_scheme import (
     predict_exchange,
     rank_schemes,
 )
-from headway.collective.model.gradient_buckets import backward_order, ddp_buckets
-from headway.collective.model.link_fit import LinkFit
-from headway.collective.model.overlap import step_bound
 from headway.collective.nodes import Nodes
 from headway.errors import PlanError, UsageError
 from headway.plans import ExchangePart, ExchangePlan

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from headway.cluster import Link
-from headway.collective.model.exchange_scheme import ExchangePrediction, gradient_moments
-from headway.collective.model.exchange_scheme import GradientLayer as Priced
 from headway.collective.model.link_fit import LinkFit
 from headway.collective.model.overlap import LinkLoad, simulate_link
+from headway.collective.model.scheme_ranking import ExchangePrediction, gradient_moments
+from headway.collective.model.scheme_ranking import GradientLayer as Priced
 from headway.collective.nodes import NOTHING
 from headway.cost.network import HierarchicalNetwork, LinkLevel
 from headway.planner.guidelines.layer_parallelism import (

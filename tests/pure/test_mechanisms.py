@@ -57,6 +57,7 @@ def plans():
             yield zero, pipe, split, made
 
 
+@pytest.mark.slow
 def test_every_combination_is_a_legal_plan_that_a_file_can_hold():
     every = list(plans())
     assert len(every) > 100

@@ -7,8 +7,8 @@ import heapq
 import numpy as np
 import pytest
 
-from headway.collective.model.exchange_scheme import FIRST_BUCKET
 from headway.collective.model.gradient_buckets import fill_buckets
+from headway.collective.model.scheme_ranking import FIRST_BUCKET
 from headway.planner.estimate.gradient_exchange import (
     GradientArrivals,
     bucket_exchange,

@@ -86,6 +86,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["odd", "even"])
 def test_the_fastest_plan_that_can_be_cut_is_taken(folder, name):
     done = headway_here(

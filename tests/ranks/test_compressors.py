@@ -153,6 +153,7 @@ def shrink(world):
             ledger.check(everywhere, 1e-12, text)
 
 
+@pytest.mark.slow
 def test_residuals_of_lost_ranks_are_taken_over():
     run_ranks(4, shrink)
 

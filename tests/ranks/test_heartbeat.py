@@ -192,6 +192,7 @@ def test_a_silent_rank_0_is_named_on_every_machine(jobs):
     assert "The machine answers, the process does not" in job.terminal
 
 
+@pytest.mark.slow
 def test_c_code_that_holds_pythons_lock_is_seen_to_compute(tmp_path):
     job = Job(tmp_path / "busy", "busy", 1, patience=2.0).wait()
     assert job.codes == [0, 0, 0], job.terminal

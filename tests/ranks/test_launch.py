@@ -139,6 +139,7 @@ def test_a_killed_worker_is_replaced(tmp_path, victim):
     assert recovery < 15  # 0.6 s on two idle cores; the tests may share them
 
 
+@pytest.mark.slow
 def test_restarts_without_progress_are_limited(tmp_path):
     with pytest.raises(WorkerFailed, match="rank 1 was killed by SIGKILL") as caught:
         launch(entries.kill_once, str(tmp_path), 9, policy=RestartPolicy(limit=1))

@@ -95,6 +95,7 @@ def test_a_planted_bug_breaks_the_law(tmp_path, choice, plant):
     assert any(not law.holds for law in laws)
 
 
+@pytest.mark.slow
 def test_the_command_says_inexact_and_that_the_law_holds(tmp_path: Path):
     done = headway_here(
         "verify", "support.recipes:wide", "-n", "2", "--set", 'exchange.compress="topk:0.05"',

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import headway
 from headway.collective.compression import CompressorSpeed
-from headway.collective.model.exchange_scheme import TYPICAL_COMPRESSOR_SPEEDS
 from headway.collective.model.link_fit import LinkFit
+from headway.collective.model.scheme_ranking import TYPICAL_COMPRESSOR_SPEEDS
 from headway.comm.tuning import autotuning
 from headway.errors import PlanError, Stalled, UsageError
 from headway.run.distributed.world import World

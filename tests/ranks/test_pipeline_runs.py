@@ -120,6 +120,7 @@ def planted(world):
     return split(world, 2, PipelinePlan(microbatches=2), mean, None)[0]
 
 
+@pytest.mark.slow
 def test_forgotten_sums_are_noticed():
     expected = train_serially(Net, data(), mean, adamw, batch=BATCH, steps=STEPS, seed=SEED)
     history = run_ranks(4, planted)[0]

@@ -159,10 +159,12 @@ def test_every_schedule_equals_the_serial_run_with_one_sum_for_a_stage_and_step(
     check(sampled([*TABLES], 4), Pipeline)
 
 
+@pytest.mark.slow
 def test_so_it_does_with_the_setting_that_is_unsafe_elsewhere():
     check(sampled(["1f1b", "zb-h1", "zbv", "chimera"], 2), Pipeline, reshard_after_forward=True)
 
 
+@pytest.mark.slow
 def test_so_it_does_on_torchs_runtime():
     check(["1f1b", "zb-h1", "zbv", "chimera"], TorchPipeline, reshard_after_forward=True)
 
@@ -305,6 +307,7 @@ def wrong(reshard):
     }
 
 
+@pytest.mark.slow
 def test_torchs_own_split_backward_still_loses_gradients_of_resharded_blocks():
     """Once this fails, torch has mended it, and `hold` need not keep blocks gathered for it."""
     assert wrong(True)

@@ -96,17 +96,18 @@ def compare(case, ranks, *, batch=12, microbatch=None, length=40, zero=3, shards
         assert torch.equal(tensor, found[0][0][-1][name]), name
 
 
-@pytest.mark.parametrize(("case", "zero"), sampled([*product(CASES, [1, 2, 3])], 3))
+@pytest.mark.parametrize(("case", "zero"), sampled([*product(CASES, [1, 2, 3])], 2))
 def test_it_is_the_serial_run(case, zero):
     """40 samples: the fourth batch has 4, so that with micro-batches of 2 some ranks idle."""
     compare(case, 3, zero=zero, microbatch=2, clip=0.5 if case == "mean" else None)
 
 
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", sampled([1, 3], 1))
 def test_hybrid_copies_of_parts(zero):
     compare("scaled", 4, zero=zero, shards=2, clip=0.3, microbatch=2)
 
 
+@pytest.mark.slow
 def test_a_batch_of_fewer_samples_than_ranks():
     compare("scaled", 3, batch=13, length=40)  # the fourth batch has one sample
 

@@ -117,6 +117,7 @@ FORCED = LayerSplit(spatial=(2, 2, 1), head="samples")
 GATHERED = LayerSplit(spatial=(2, 2, 1), head="gathered")
 
 
+@pytest.mark.slow
 def test_heads_on_four_ranks():
     """Running statistics and dropout on both sides of the switch; 17 samples: ragged batches."""
     compare(

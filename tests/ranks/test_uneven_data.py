@@ -129,6 +129,7 @@ preset = "p100"
 """
 
 
+@pytest.mark.slow
 def test_the_command_plans_mixed_devices_and_its_plan_is_the_serial_run(tmp_path):
     (tmp_path / "mixed.toml").write_text(MIXED)
     words = ("--cluster", "mixed.toml", "--runnable", "--objective", "fastest", "--devices", "3")

@@ -335,6 +335,7 @@ def test_a_planted_bug_is_caught_where_it_shows_first(tmp_path, plant, name, whe
     assert str(comparison.first).startswith(where), str(comparison.first)
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_a_verdict(tmp_path):
     done = headway_here("verify", "support.recipes:mlp", "-n", "1,2", "--steps", "3", cwd=tmp_path)
     assert done.code == 0, done.err

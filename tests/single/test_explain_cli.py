@@ -234,6 +234,7 @@ def test_neighbours_are_priced_as_the_search_does_and_say_why_not(question):
     assert "are allowed" in tight[3].why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "devices"), sampled([(0, 8), (1, 16)], 1))
 def test_other_hardware_is_asked_of_the_search(question, number, devices):
     """Of a pipeline's messages, inside of a node by their own rate, and from node to node."""

@@ -109,7 +109,7 @@ def refused(asked):
     return ask
 
 
-@pytest.mark.parametrize("case", sampled([*CASES], 2))
+@pytest.mark.parametrize("case", sampled([*CASES], 1))
 def test_each_change_does_and_a_smaller_one_does_not(refused, case):
     question = refused(case)
     with pytest.raises(NothingFits):

@@ -292,7 +292,7 @@ def everything(question):
 
 @pytest.mark.parametrize(
     ("counts", "memory"),
-    sampled([*product([COUNTS, {"v100": 1, "p100": 3}], [None, 24 * MIB])], 2),
+    sampled([*product([COUNTS, {"v100": 1, "p100": 3}], [None, 24 * MIB])], 1),
 )
 def test_the_fastest_is_the_best_of_all_shares(small, counts, memory):
     question = asked(small, counts=counts, batch=9, memory=memory, objective="fastest", proof=True)

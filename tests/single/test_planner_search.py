@@ -89,6 +89,7 @@ def test_of_the_plans_with_the_fewest_devices_the_fastest_is_taken(work):
         assert (fewest.devices, fewest.seconds) == (2, fastest.seconds)
 
 
+@pytest.mark.slow
 def test_the_fastest_of_all_combinations(work):
     """Bounds drop nothing: opening every combination finds the same."""
     for memory in (80e9, 60e6, 40e6):

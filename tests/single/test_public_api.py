@@ -108,6 +108,7 @@ def test_devices_of_several_types_are_planned_and_simulated_like_those_of_one(fo
         headway.plan(RECIPE, mixed, devices=5)
 
 
+@pytest.mark.slow
 def test_a_found_plan_trains_as_one_process_does(found, folder, capfd):
     alone = headway.train(RECIPE, directory=folder / "alone")
     split = headway.train(RECIPE, plan=found.plan, directory=folder / "split")

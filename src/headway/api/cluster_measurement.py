@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from headway.launch.emulation import EmulatedCluster, PacedCluster
 
 MEASURED_HEADER = "# Measured by headway cluster measure"
+SECONDS = 30.0
+"""For measuring devices, where nobody says how many."""
 TIMEOUT_SECONDS = 120.0
 """Longest wait for another process."""
 
@@ -30,7 +32,10 @@ def default_ranks(processes: int | None, device: str) -> int:
 
 
 def measure_in_workers(
-    ranks: int, device: str, emulated: EmulatedCluster | PacedCluster | None, seconds: float = 30.0
+    ranks: int,
+    device: str,
+    emulated: EmulatedCluster | PacedCluster | None,
+    seconds: float = SECONDS,
 ) -> list[RankReadings]:
     """In local workers of our own."""
     from headway.launch.local import launch_local

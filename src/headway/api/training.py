@@ -30,7 +30,7 @@ from headway.api.plan_selection import (
 )
 from headway.api.schedule_table import recipe_overrides
 from headway.cluster import Fault, check_faults
-from headway.errors import HeadwayError, RunDirectoryTaken, UsageError
+from headway.errors import HeadwayError, UsageError
 from headway.launch.emulation import EmulatedCluster, PacedCluster
 from headway.launch.faults import FaultInjector
 from headway.launch.forkserver import start_forkserver
@@ -41,13 +41,18 @@ from headway.run.recipe.batch_units import resolve_batch
 from headway.run.recipe.check import check_recipe
 from headway.run.recipe.schema import RecipeDocument, RecipeReference
 from headway.run.training.job import TrainingOutcome, TrainJob
-from headway.run.training.run_directory import RunDirectory
+from headway.run.training.run_directory import RunDirectory, choose_directory
 
 if TYPE_CHECKING:
     from headway.run.recipe.recipe import Recipe
 
 _LOG = logging.getLogger("headway")
-RUNS = Path("runs")
+
+# Defaults of `headway.train` and of the command.
+RESTARTS = 3
+TIMEOUT = "5 min"
+PATIENCE = "5 s"
+TRACE_STEPS = 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,13 +114,13 @@ def train(
     collective: CollectiveName | None = None,
     schedule: str | Path | None = None,
     overrides: Sequence[str] = (),
-    restarts: int = 3,
+    restarts: int = RESTARTS,
     device: Literal["auto", "cpu", "cuda"] = "auto",
-    timeout: str | float = "5 min",
-    patience: str | float = "5 s",
+    timeout: str | float = TIMEOUT,
+    patience: str | float = PATIENCE,
     emulate: ClusterInput | None = None,
     faults: Sequence[str] = (),
-    trace_steps: int = 50,
+    trace_steps: int = TRACE_STEPS,
     observer: TrainingObserver | None = None,
 ) -> TrainingResult:
     """Train a recipe on one process or many.
@@ -313,60 +318,6 @@ def _seconds(option: str, said: str | float) -> float:
         return parse_duration(said)
     except ValueError as error:
         raise UsageError(f"{option}: {error}") from None
-
-
-def choose_directory(
-    name: str, given: str | Path | None, place: LaunchEnv, *, resume: bool
-) -> Path:
-    """The run directory. In a world of another launcher all ranks must come to the same one, so
-    that it is runs/NAME there, without a number."""
-    if given is None and place.found_world:
-        given = RUNS / name
-    if given is None:
-        return _newest(name) if resume else _next_free(name)
-    given = Path(given)
-    # Only the first rank of the first attempt: later ones find what this very run has written.
-    if place.attempt == 0 and place.rank == 0:
-        RunDirectory(given).check_free(resume=resume)
-        if resume and not RunDirectory(given).recipe_file.exists():
-            _LOG.info("%s holds no run yet; starting at step 0", given)
-    return given
-
-
-def _numbered(name: str) -> dict[int, Path]:
-    """The run directories of this name, by number."""
-    pattern = re.compile(re.escape(name) + r"-(\d{3,})")
-    found = {}
-    for path in RUNS.iterdir() if RUNS.is_dir() else ():
-        match = pattern.fullmatch(path.name)
-        if match:
-            found[int(match.group(1))] = path
-    return found
-
-
-def _newest(name: str) -> Path:
-    runs = {n: p for n, p in _numbered(name).items() if RunDirectory(p).recipe_file.exists()}
-    if not runs:
-        raise UsageError(
-            f"there is no run of {name} to resume",
-            where=str(RUNS),
-            fix="Name it with --directory, or leave --resume out.",
-        )
-    return runs[max(runs)]
-
-
-def _next_free(name: str) -> Path:
-    """Creates the directory, so that a run started at the same moment gets another one."""
-    RUNS.mkdir(exist_ok=True)
-    number = max(_numbered(name), default=0) + 1
-    for candidate in range(number, number + 100):
-        path = RUNS / f"{name}-{candidate:03d}"
-        try:
-            path.mkdir()
-        except FileExistsError:
-            continue
-        return path
-    raise RunDirectoryTaken("no free directory name for the run", where=str(RUNS / name))
 
 
 def _train_as_rank(

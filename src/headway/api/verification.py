@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("headway")
 
+# Defaults of `headway.verify` and of the command.
+PROCESSES = (1, 2, 4)
+STEPS = 4
+
 
 @dataclass(frozen=True, slots=True)
 class EquivalenceResult:
@@ -97,9 +101,9 @@ class VerificationResult:
 def verify(
     recipe: RecipeInput,
     *,
-    processes: int | Sequence[int] = (1, 2, 4),
+    processes: int | Sequence[int] = PROCESSES,
     plan: PlanInput | None = None,
-    steps: int = 4,
+    steps: int = STEPS,
     microbatches: bool = False,
     overrides: Sequence[str] = (),
     directory: str | Path | None = None,

@@ -15,6 +15,7 @@ from cyclopts import Parameter
 
 from headway.api.cluster_measurement import (
     MEASURED_HEADER,
+    SECONDS,
     TIMEOUT_SECONDS,
     default_ranks,
     measure_in_workers,
@@ -158,7 +159,7 @@ def measure(
     processes: Annotated[int | None, Parameter(alias="-n")] = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     emulate: Path | None = None,
-    seconds: float = 30.0,
+    seconds: float = SECONDS,
 ) -> None:
     """Measure the devices and links of this machine, and write a cluster.toml.
 

@@ -7,10 +7,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from headway.api.training import choose_directory
 from headway.cli.main import run_command
 from headway.cli.terminal.console import say
 from headway.run.distributed.launch_env import LaunchEnv
+from headway.run.training.run_directory import choose_directory
 
 RECIPE = "headway.workloads.transformer:demo"
 

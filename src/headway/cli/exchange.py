@@ -19,7 +19,9 @@ from cyclopts import Parameter
 from headway.cli.terminal.console import parse_option, say, say_json, write_file
 from headway.collective.all_reduce.algorithm import ALL_REDUCE_KINDS
 from headway.collective.model.bucket_cost import ExchangeNetwork, ExchangeScheme
-from headway.collective.model.exchange_scheme import (
+from headway.collective.model.gradient_buckets import backward_order, ddp_buckets
+from headway.collective.model.overlap import LIMIT_WORDS, Consistency, step_bound
+from headway.collective.model.scheme_ranking import (
     TYPICAL_COMPRESSOR_SPEEDS,
     GradientLayer,
     SchemeChoice,
@@ -28,8 +30,6 @@ from headway.collective.model.exchange_scheme import (
     gradient_moments,
     predict_exchange,
 )
-from headway.collective.model.gradient_buckets import backward_order, ddp_buckets
-from headway.collective.model.overlap import LIMIT_WORDS, Consistency, step_bound
 from headway.errors import UsageError
 from headway.planner.collective_algorithm import choose_all_reduce, fit_all_reduce, parse_wires
 from headway.plans import ExchangePlan

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from headway.api.plan_selection import MEASURE, CollectiveName
-from headway.api.training import TrainingResult
+from headway.api.training import PATIENCE, RESTARTS, TIMEOUT, TRACE_STEPS, TrainingResult
 from headway.api.training import train as train_recipe
 from headway.cli.terminal.console import say, say_json, show_error
 from headway.cli.terminal.progress import ProgressDisplay
@@ -32,13 +32,13 @@ def train(
     collective: CollectiveName | None = None,
     schedule: Path | None = None,
     overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative="")] = (),
-    restarts: int = 3,
+    restarts: int = RESTARTS,
     device: Literal["auto", "cpu", "cuda"] = "auto",
-    timeout: str = "5 min",
-    patience: str = "5 s",
+    timeout: str = TIMEOUT,
+    patience: str = PATIENCE,
     emulate: Path | None = None,
     faults: Annotated[tuple[str, ...], Parameter(name="--fault", negative="")] = (),
-    trace_steps: int = 50,
+    trace_steps: int = TRACE_STEPS,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Train a recipe on one process or many.

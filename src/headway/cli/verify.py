@@ -12,7 +12,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from headway.api.verification import EquivalenceResult, verdict_data
+from headway.api.verification import PROCESSES, STEPS, EquivalenceResult, verdict_data
 from headway.api.verification import verify as verify_recipe
 from headway.cli.terminal.console import say, say_json
 from headway.errors import UsageError
@@ -23,9 +23,9 @@ def verify(
     recipe: str,
     /,
     *,
-    processes: Annotated[str, Parameter(alias="-n")] = "1,2,4",
+    processes: Annotated[str, Parameter(alias="-n")] = ",".join(map(str, PROCESSES)),
     plan: Path | None = None,
-    steps: int = 4,
+    steps: int = STEPS,
     microbatches: Annotated[bool, Parameter(negative="")] = False,
     overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative="")] = (),
     directory: Path | None = None,

@@ -12,7 +12,7 @@ import json
 import math
 import re
 import string
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
@@ -23,7 +23,14 @@ from headway.cluster.device import Device, device_problems
 from headway.cluster.link import Level, Link, Rate, Seconds, level_order_problems
 from headway.documents import document, nearest, read_document
 from headway.errors import DocumentError, PlanError
-from headway.units import Price, format_rate
+from headway.units import (
+    Price,
+    exact_bytes,
+    exact_flops,
+    exact_rate,
+    exact_seconds,
+    format_rate,
+)
 
 _NAME = re.compile(r"[A-Za-z0-9_.]{1,32}")
 
@@ -375,26 +382,22 @@ def read_cluster(path: Path) -> Cluster:
 # A cluster as the text of a cluster.toml; reading it gives the cluster back, to 12 digits.
 
 
-_SI = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0}
-_RATE = {f"{prefix}B/s": factor for prefix, factor in _SI.items()}
-_FLOPS = {f"{prefix}FLOP/s": factor for prefix, factor in _SI.items()}
-_TIME = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-_SIZE = {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10, "B": 1.0}
-_UNITS: Mapping[str, Mapping[str, float]] = {
-    "memory": _SIZE,
-    "memory_rate": _RATE,
-    "rate": _RATE,
-    **dict.fromkeys(("latency", "kernel", "dispatch", "skew", "update", "gather"), _TIME),
-    **dict.fromkeys(("small", "middle", "large"), _TIME),
-    **dict.fromkeys(("step", "microbatch", "tensor", "piped_step", "piped_microbatch"), _TIME),
-    **dict.fromkeys(("forward", "backward"), _FLOPS),
-    **dict.fromkeys(("forward_stream", "backward_stream"), _RATE),
-    **dict.fromkeys(("forward_weights", "backward_weights"), _RATE),
-    **dict.fromkeys(("forward_far", "backward_far"), _RATE),
-    **dict.fromkeys(("forward_call", "backward_call"), _TIME),
+_WRITERS: Mapping[str, Callable[[float], str]] = {
+    "memory": exact_bytes,
+    **dict.fromkeys(("rate", "memory_rate"), exact_rate),
+    **dict.fromkeys(("latency", "kernel", "dispatch", "skew", "update", "gather"), exact_seconds),
+    **dict.fromkeys(("small", "middle", "large"), exact_seconds),
+    **dict.fromkeys(
+        ("step", "microbatch", "tensor", "piped_step", "piped_microbatch"), exact_seconds
+    ),
+    **dict.fromkeys(("forward", "backward"), exact_flops),
+    **dict.fromkeys(("forward_stream", "backward_stream"), exact_rate),
+    **dict.fromkeys(("forward_weights", "backward_weights"), exact_rate),
+    **dict.fromkeys(("forward_far", "backward_far"), exact_rate),
+    **dict.fromkeys(("forward_call", "backward_call"), exact_seconds),
 }
-"""By key of the file: units with their factors, the largest first."""
-_TABLES = {"peak": _FLOPS}
+"""By key of the file: what writes its amount with a unit."""
+_TABLES = {"peak": exact_flops}
 """Tables of which all entries have one unit."""
 _BARE = frozenset(f"{string.ascii_letters}{string.digits}_-")
 
@@ -436,25 +439,19 @@ def _entries(facts: Mapping[str, object]) -> Iterator[str]:
         yield f"{name} = {_value(name, value)}"
 
 
-def _value(name: str, value: object, by_key: Mapping[str, Mapping[str, float]] = _UNITS) -> str:
+def _value(
+    name: str, value: object, by_key: Mapping[str, Callable[[float], str]] = _WRITERS
+) -> str:
     if isinstance(value, str | Price):
         return json.dumps(str(value), ensure_ascii=False)
     if isinstance(value, int | float):
-        return _amount(value, by_key[name]) if name in by_key else repr(value)
+        return f'"{by_key[name](value)}"' if name in by_key else repr(value)
     if isinstance(value, tuple):
         return f"[{', '.join(_value(name, item) for item in value)}]"
     facts = value if isinstance(value, Mapping) else _facts(value)
-    units = {str(key): _TABLES[name] for key in facts} if name in _TABLES else _UNITS
+    units = {str(key): _TABLES[name] for key in facts} if name in _TABLES else _WRITERS
     inner = [f"{_key(key)} = {_value(key, v, units)}" for key, v in facts.items()]
     return f"{{ {', '.join(inner)} }}"
-
-
-def _amount(value: float, units: Mapping[str, float]) -> str:
-    """In the largest unit that leaves at least 1 before the point: "201 GB/s"."""
-    fitting = (unit for unit, factor in units.items() if value >= factor)
-    # Below the smallest unit, as 0 is, the smallest one.
-    unit = next(fitting, list(units)[-1])
-    return f'"{value / units[unit]:.12g} {unit}"'
 
 
 def _key(name: str) -> str:

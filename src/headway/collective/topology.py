@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
+from types import MappingProxyType
 from typing import Literal
 
 from headway.cluster import Cluster
@@ -142,6 +143,10 @@ def dgx1v(link: float = 1.0) -> LinkGraph:
 def dgx1p(link: float = 1.0) -> LinkGraph:
     """Eight P100, four links each: the same pairs with one link each; `link`: its rate."""
     return LinkGraph.of(8, dict.fromkeys(DGX1_DOUBLE_LINKS + DGX1_SINGLE_LINKS, link))
+
+
+MACHINES: Mapping[str, LinkGraph] = MappingProxyType({"dgx-1p": dgx1p(20e9), "dgx-1v": dgx1v(25e9)})
+"""By the names of the command line; links in bytes per second: NVLink 1 of a P100, 2 of a V100."""
 
 
 # The network between ranks as wires: which of them a message crosses, and what each carries.

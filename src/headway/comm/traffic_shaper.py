@@ -1,4 +1,4 @@
-"""Traffic shaper of an emulated network interface that the ranks of a node share.
+"""Traffic shaper for emulation without root: one paced network interface per node of ranks.
 
 Bandwidth is emulated in arithmetic instead of in the kernel: a line that serves n bytes one after
 the other needs exactly n / rate seconds for them, whoever sent them. Its state (when it is free

@@ -1,4 +1,4 @@
-"""From microbenchmark times to a cluster description: devices, kernel rates, host, link levels.
+"""From the readings of all ranks to a cluster description: device types, kernel rates, links.
 
 Each number keeps when and with what it was measured, and by how much its formula misses the
 times it was fitted to. Peaks are the shortest of repeated times, everything else is what a step

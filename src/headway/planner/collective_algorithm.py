@@ -32,7 +32,7 @@ from headway.collective.packing.pack import highest_rate, pack
 from headway.collective.packing.tree import root_tree
 from headway.collective.program.check import check_program
 from headway.collective.program.program import CollectiveProgram, CollectiveTask
-from headway.collective.topology import Direction, NetworkTopology, dgx1p, dgx1v
+from headway.collective.topology import MACHINES, Direction, NetworkTopology
 from headway.documents import nearest
 from headway.errors import PlanError, UsageError
 from headway.plans.exchange import AllReduceName
@@ -45,8 +45,6 @@ from headway.simulator.collective import (
 )
 from headway.units import format_bytes
 
-NVLINK: Mapping[str, float] = MappingProxyType({"dgx-1p": 20e9, "dgx-1v": 25e9})
-"""Bytes per second of one link in each direction, by machine: NVLink 1 of a P100, 2 of a V100."""
 INTERPRETED = HostCosts(HOST_RATE, HOST_RATE, MESSAGE_SECONDS)
 """An interpreter in Python on a processor; assumed."""
 # Into how many chunks a part is cut; the best is kept.
@@ -106,16 +104,15 @@ Families = Iterator[Iterator[ProgramCandidate]]
 
 
 def parse_wires(text: str, *, nodes: int | None = None) -> NetworkTopology:
-    """The network that a command line names: a cluster.toml, a preset, or dgx-1p, dgx-1v: the
-    NVLinks of one such machine.
+    """The network that a command line names: a cluster.toml, a preset, or the NVLinks of one
+    machine of `MACHINES`.
 
     Raises:
         UsageError: There is no such preset.
         DocumentError: The file has problems.
     """
-    if text in NVLINK:
-        make = dgx1p if text == "dgx-1p" else dgx1v
-        return NetworkTopology.of_links(make(NVLINK[text]))
+    if text in MACHINES:
+        return NetworkTopology.of_links(MACHINES[text])
     return NetworkTopology.of_cluster(find_cluster(text, nodes=nodes))
 
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from headway.collective.compression import CompressorSpeed, parse_compression
 from headway.collective.model.bucket_cost import ExchangeNetwork
-from headway.collective.model.exchange_scheme import (
+from headway.collective.model.scheme_ranking import (
     TYPICAL_COMPRESSOR_SPEEDS,
     ExchangePrediction,
     GradientLayer,

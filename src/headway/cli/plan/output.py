@@ -1,4 +1,4 @@
-"""Output of `headway plan` as text and JSON.
+"""Output of `headway plan` as text and JSON: the table of plans and what stands below it.
 
 The frontier, the chosen plan with its cost, the nearest alternatives, the collectives of a step,
 and where the numbers come from.

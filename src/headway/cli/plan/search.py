@@ -1,4 +1,4 @@
-"""`headway plan RECIPE --cluster ...`: from a model and a cluster to the frontier of plans."""
+"""`headway plan RECIPE --cluster ...`: its options and the search; `output` prints the result."""
 
 from __future__ import annotations
 

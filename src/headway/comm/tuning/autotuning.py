@@ -40,7 +40,11 @@ from headway.collective.model.bucket_cost import (
     bucket_traffic,
     compressed_link,
 )
-from headway.collective.model.exchange_scheme import (
+from headway.collective.model.gradient_buckets import chunk_spans, merge_buckets, split_by_key
+from headway.collective.model.link_fit import LinkFit, link_drifted
+from headway.collective.model.overlap import LinkLoad
+from headway.collective.model.priority_order import chunk_size, planned_order
+from headway.collective.model.scheme_ranking import (
     CANDIDATE_COMPRESSORS,
     FIRST_BUCKET,
     TYPICAL_COMPRESSOR_SPEEDS,
@@ -48,10 +52,6 @@ from headway.collective.model.exchange_scheme import (
     SchemeChoice,
     rank_schemes,
 )
-from headway.collective.model.gradient_buckets import chunk_spans, merge_buckets, split_by_key
-from headway.collective.model.link_fit import LinkFit, link_drifted
-from headway.collective.model.overlap import LinkLoad
-from headway.collective.model.priority_order import chunk_size, planned_order
 from headway.collective.nodes import Nodes
 from headway.comm.algorithms.adasum import Adasum
 from headway.comm.algorithms.hierarchical import HierarchicalAllReduce

@@ -127,7 +127,7 @@ def combinations(
     *,
     units: int,
     tensor: Sequence[int] | None = None,
-    zero: Sequence[int] = (0, 1, 3),
+    zero: Sequence[int],
     schedules: Sequence[ScheduleOption] = (PLAIN,),
     orders: Sequence[str] = ("tpd",),
     one_level: int = 0,

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.collective.model.exchange_scheme import FIRST_BUCKET
 from headway.collective.model.gradient_buckets import fill_buckets
+from headway.collective.model.scheme_ranking import FIRST_BUCKET
 from headway.cost.device import Array
 from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.estimate.stage_cut import IntervalClasses, LayerUnit, unnameable_units

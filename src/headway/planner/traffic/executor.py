@@ -24,8 +24,8 @@ from headway.collective.collective_calls import (
     merge_calls,
 )
 from headway.collective.compression import gathered_parts, parse_compression
-from headway.collective.model.exchange_scheme import FIRST_BUCKET
 from headway.collective.model.gradient_buckets import fill_buckets
+from headway.collective.model.scheme_ranking import FIRST_BUCKET
 from headway.errors import PlanError
 from headway.graph.model_graph import TensorSpec
 from headway.planner.search.branch_and_bound import PlanSearch

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from headway.collective.model.exchange_scheme import ExchangePrediction, GradientLayer
+from headway.collective.model.scheme_ranking import ExchangePrediction, GradientLayer
 from headway.report.pictures.canvas import NUM_SERIES, colour, draw, legend, plain_axes, stack_svg
 from headway.report.pictures.step_timeline import MOST_RANKS, kinds_legend, timeline_picture
 from headway.simulator.exchange import simulate_exchange

@@ -1,14 +1,17 @@
-"""The run directory: files of a run that people can read, and its event log.
+"""The run directory: its name, and how it is found again; its files, event log and environment.
 
-A directory holds one run. Events are JSON lines that the report and the progress display read; each
-line is handed to the kernel when `EventLog.write` returns. Imports no torch.
+A directory holds one run: the user's, or the next free runs/NAME-001. Events are JSON lines that
+the report and the progress display read; each line is handed to the kernel when `EventLog.write`
+returns. Imports no torch.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,8 +19,12 @@ from pathlib import Path
 from time import time
 from typing import Any
 
-from headway.errors import RunDirectoryTaken, RunError
+from headway.errors import RunDirectoryTaken, RunError, UsageError
 from headway.plans import Plan
+from headway.run.distributed.launch_env import LaunchEnv
+
+_LOG = logging.getLogger("headway")
+RUNS = Path("runs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,60 @@ class RunDirectory:
         _write_json(self.path / "environment.json", environment)
         # Last: this file marks a directory as holding a run.
         _write_json(self.recipe_file, recipe)
+
+
+def choose_directory(
+    name: str, given: str | Path | None, place: LaunchEnv, *, resume: bool
+) -> Path:
+    """The run directory. In a world of another launcher all ranks must come to the same one, so
+    that it is runs/NAME there, without a number."""
+    if given is None and place.found_world:
+        given = RUNS / name
+    if given is None:
+        return _newest(name) if resume else _next_free(name)
+    given = Path(given)
+    # Only the first rank of the first attempt: later ones find what this very run has written.
+    if place.attempt == 0 and place.rank == 0:
+        RunDirectory(given).check_free(resume=resume)
+        if resume and not RunDirectory(given).recipe_file.exists():
+            _LOG.info("%s holds no run yet; starting at step 0", given)
+    return given
+
+
+def _numbered(name: str) -> dict[int, Path]:
+    """The run directories of this name, by number."""
+    pattern = re.compile(re.escape(name) + r"-(\d{3,})")
+    found = {}
+    for path in RUNS.iterdir() if RUNS.is_dir() else ():
+        match = pattern.fullmatch(path.name)
+        if match:
+            found[int(match.group(1))] = path
+    return found
+
+
+def _newest(name: str) -> Path:
+    runs = {n: p for n, p in _numbered(name).items() if RunDirectory(p).recipe_file.exists()}
+    if not runs:
+        raise UsageError(
+            f"there is no run of {name} to resume",
+            where=str(RUNS),
+            fix="Name it with --directory, or leave --resume out.",
+        )
+    return runs[max(runs)]
+
+
+def _next_free(name: str) -> Path:
+    """Creates the directory, so that a run started at the same moment gets another one."""
+    RUNS.mkdir(exist_ok=True)
+    number = max(_numbered(name), default=0) + 1
+    for candidate in range(number, number + 100):
+        path = RUNS / f"{name}-{candidate:03d}"
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise RunDirectoryTaken("no free directory name for the run", where=str(RUNS / name))
 
 
 def describe_environment(*, torch_version: str, device: str, backend: str) -> dict[str, object]:
