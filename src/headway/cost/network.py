@@ -40,6 +40,15 @@ class LinkLevel:
     message: Link | None = None
     source: Mapping[str, str] = field(default_factory=dict)
 
+    def message_costs(self, stride: Number, inner: float) -> tuple[float, Number]:
+        """Latency and seconds per byte of a message to the rank `stride` further on.
+
+        All ranks of a domain of `inner` ranks send at the same time over its link to the others:
+        each gets its share of the collective rate, and never more than a message does alone.
+        """
+        link = self.message or self.link
+        return link.latency, np.maximum(1.0 / link.rate, np.minimum(stride, inner) / self.link.rate)
+
 
 class _Crossing(NamedTuple):
     """How a group uses one level: branches, groups side by side, and the link."""
@@ -125,10 +134,8 @@ class HierarchicalNetwork:
         found = np.zeros_like(far * np.asarray(num_bytes))
         inner = 1.0
         for level in self.levels:
-            link = level.message or level.link
-            shared = np.minimum(far, inner) / level.link.rate
-            seconds = link.latency + num_bytes * np.maximum(1.0 / link.rate, shared)
-            found = np.where(far >= inner, seconds, found)
+            latency, per_byte = level.message_costs(far, inner)
+            found = np.where(far >= inner, latency + num_bytes * per_byte, found)
             inner = level.width
         return np.asarray(found)
 

@@ -115,15 +115,12 @@ class SimulatedRanks:
             if source // level.width == target // level.width:
                 break
             inner = level.width
-        link = found.message or found.link
-        # All ranks of a stage send at the same time over the links that leave their domain: each
-        # gets its share of the collective rate, and never more than a plain message does alone.
-        shared = min(float(self.grid.apart[2]), inner) / found.link.rate
-        per_byte = max(1.0 / link.rate, shared)
+        latency, costs = found.message_costs(self.grid.apart[2], inner)
+        per_byte = float(costs)
         for path in self.faults.paths:
             if path.joins({source, target}):
                 per_byte *= path.factor
-        return per_byte, link.latency, found.name
+        return per_byte, latency, found.name
 
     def group(self, part: int, places: Sequence[int]) -> HierarchicalNetwork:
         """The network as the ranks see it that sum the gradients of a stage.

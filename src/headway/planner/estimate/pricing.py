@@ -743,9 +743,8 @@ class Pricing:
                 if level is levels[-1] or (one // level.width == two // level.width).all():
                     break
                 inner = level.width
-            link = level.message or level.link
-            shared = min(degrees.stride("pipe"), inner) / level.link.rate
-            self._messages[pair] = link.latency, max(1.0 / link.rate, shared)
+            latency, per_byte = level.message_costs(degrees.stride("pipe"), inner)
+            self._messages[pair] = latency, float(per_byte)
         return self._messages[pair]
 
     def sums(self, stages: Sequence[PointStage]) -> list[float]:
