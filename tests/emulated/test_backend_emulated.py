@@ -76,6 +76,7 @@ def striped(world):
     return found
 
 
+@pytest.mark.slow
 @needs_root
 def test_large_messages_are_divided_among_two_interfaces():
     with Emulation(Cluster.of(2, 1, rate="1 Gbit/s")) as emulated:

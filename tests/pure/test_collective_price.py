@@ -293,6 +293,7 @@ def test_nothing_is_played_below_its_bound(seed):
                 assert one.seconds >= busy * (1 - 1e-9)
 
 
+@pytest.mark.slow
 def test_each_program_is_the_best_somewhere():
     def best(op, size, wires, host=FREE_HOST):
         found, _ = price_programs(CollectiveTask.of(op, wires.ranks, size), wires, host=host)

@@ -231,6 +231,7 @@ def test_the_report_draws_the_step_beside_its_prediction(trained):
     assert "messages" in names
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_ends_where_the_other_one_ends(trained):
     words = ("--set", "stages=2", "--set", "pipeline.schedule='pipedream'")
     for stop, resume in ((3, ()), (4, ("--resume",))):

@@ -86,6 +86,7 @@ def test_tables_of_one_chain_are_bitwise_equal_on_both():
             assert_equal(expected, [of_rank[number][executor] for of_rank in found])
 
 
+@pytest.mark.slow
 def test_tables_of_two_directions_are_bitwise_equal_on_both_and_serial_to_rounding():
     """One sum more than the serial run has: that of the two copies of a stage."""
     found = run_ranks(RANKS, both, TWO_WAYS, torch.float64, timeout=60)

@@ -289,6 +289,7 @@ def test_the_staging_memory_is_used_again(tmp_path: Path):
     assert staging._buffer.numel() == 0
 
 
+@pytest.mark.slow
 def test_torch_checkpoint_is_imported_on_the_background_thread(tmp_path: Path):
     code = f"""
 import sys, threading, time, torch

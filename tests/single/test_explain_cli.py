@@ -410,6 +410,7 @@ def test_without_recipe_and_cluster_it_says_what_the_plan_says(run):
     assert json.loads(run(staged(), "--json")[1])["plan"] == staged().hash
 
 
+@pytest.mark.slow
 def test_sentences_and_json_of_the_same_plan(run, question):
     code, out, _ = run(staged(), "--recipe", RECIPE, *CLUSTER)
     assert code == 0
@@ -453,6 +454,7 @@ def test_refusals(run, question):
 # -- collectives and splits -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_collectives_of_a_step(run):
     """Rank by rank of a pipeline, as its executor carries them out: four micro-batches, 7 ranks'
     worth of nothing else."""

@@ -39,6 +39,7 @@ def test_ratio_and_totals_of_the_papers_networks(channels, size, giga, mega, who
     assert ratio_of(layers) == pytest.approx(whole, abs=1)
 
 
+@pytest.mark.slow
 def test_all_layers_with_weights_are_found():
     graph = capture(ResNet50(), meta(2, 3, 64, 64))
     layers = layers_of(graph)

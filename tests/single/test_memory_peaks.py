@@ -93,6 +93,7 @@ def test_blocks_that_are_computed_again(graphs, rule):
     assert total < 0.5 * step_memory(graphs["GPT-2"], rule).bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(["GPT-2", "ResNet-50"], 1))
 def test_micro_batches_whose_gradients_add_up(graphs, name):
     case = CASES[name]

@@ -206,6 +206,7 @@ def test_explain_says_where_numbers_come_from(tmp_path, capsys):
 # -- pictures -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_both_pictures_show_the_same(outcome, tmp_path, run):
     shown = frontier_plot(outcome, model="stack", cluster="p3.16xlarge")
     svg = frontier_svg(shown)

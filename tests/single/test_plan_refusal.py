@@ -131,6 +131,7 @@ def kinds(question):
     return {one.kind: one for one in verdict_of(question)[1]}
 
 
+@pytest.mark.slow
 def test_what_the_question_left_out_is_offered(refused):
     found = kinds(refused("today"))
     assert {"memory", "zero"} <= set(found)

@@ -135,6 +135,7 @@ def test_the_verdict_holds_for_a_mean(found, folder, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_the_verdict_names_what_differs_for_a_sum():
     verdict = headway.verify(replace(RECIPE, loss=summed), processes=2, steps=2)
     assert not verdict.holds

@@ -79,6 +79,7 @@ def test_on_equal_types_a_step_is_that_of_one_type(work, tmp_path):
         assert found.exposed == pytest.approx(plain.exposed, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_no_point_takes_longer_or_holds_more_than_the_search_says(work, cluster):
     """Without a pipeline exactly as long; in one the price takes all copies as slow as the slowest,
     and every message as one between nodes."""

@@ -1,4 +1,4 @@
-"""Analytic models of pipeline schedules: Chimera's performance model, its choice, formulas.
+"""Published formulas of schedules (bubble, memory); Chimera's performance model and its choice.
 
 Chimera (Li and Hoefler, SC 2021, section 3.4), the time of a step from counts on the critical
 path:

@@ -1,4 +1,4 @@
-"""Sources of samples: torch data sets, tensors, memory-mapped token files and .npy arrays.
+"""Sources of samples (data sets, tensors, token files, .npy), and how samples become a batch.
 
 A source gives random access to samples and knows nothing about ranks, order or batches. `read` is a
 function of its indices alone. What draws random numbers (augmentation) takes a seed per sample from

@@ -1,4 +1,4 @@
-"""A worker process: finds its rank, runs the entry, reports, ends; and watches the other workers.
+"""A worker process: sets up its environment, runs the entry, reports, ends; watches the others.
 
 A worker writes its result or failure to disk before it ends. A thread waits for the end of the
 launcher (then the worker ends at once) and of the sibling workers. When a sibling has ended without

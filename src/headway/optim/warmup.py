@@ -1,4 +1,4 @@
-"""Gradual warm-up around any other scheduler, and the momentum correction.
+"""Gradual warm-up around any other scheduler (cosine, say), and the momentum correction.
 
 Goyal et al. 2017, section 2.2: the rate grows by the same amount in every step until it is that of
 the schedule. Section 3: a velocity that absorbs the rate, v = m v + lr g and w = w - v (equation

@@ -1,4 +1,4 @@
-"""The ranks of a simulated step: grid, network, faults, and which of them behave alike.
+"""The ranks of a simulated step: what a message between two costs, faults, and who behaves alike.
 
 Ranks are numbered by axes with strides, node by node. A message is priced on the innermost
 level that joins its two ends, a collective by the hierarchical network for its whole group.

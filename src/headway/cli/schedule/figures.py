@@ -1,4 +1,4 @@
-"""Costs that the user gives for a schedule, and the figures of its table.
+"""The cost options of `headway schedule`, and the lines and JSON that describe one schedule.
 
 `ScheduleCosts` are command-line options: values refer to a rank's share of the model, 1/D of it,
 and finer stages divide them. `evaluate_schedule` measures the table at these costs

@@ -1,4 +1,4 @@
-"""`headway schedule list | show | compare | check`: pipeline schedules as tables.
+"""`headway schedule list | show | compare | check`, with the table of `compare`.
 
 Nothing is run. Every figure is measured on the table itself; published formulas are printed beside
 it. Times are in one unit of the user's choice, memory in stages of 1/D of the model.

@@ -1,4 +1,4 @@
-"""Timeline of one step per rank, and the shares of a mean step.
+"""Which step the report shows, its timeline per rank, and the shares of a mean step.
 
 Exposed communication (a wait on the compute lane) has the most prominent colour: it is what a
 better plan would remove.
