@@ -55,7 +55,14 @@ if __name__ == "__main__":
         value.item()
 
     with ExitStack() as stack, StopRequest() as stop:
-        job = TrainJob(recipe="language_model:recipe", directory=folder / "run", device="cpu")
+        job = TrainJob(
+            recipe="language_model:recipe",
+            directory=folder / "run",
+            device="cpu",
+            timeout_seconds=300,
+            patience_seconds=5,
+            trace_every=50,
+        )
         training = Training(job, World.adopt(), stop, stack)
         training.prepare()
         training.begin()

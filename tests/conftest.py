@@ -60,9 +60,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the slow tests a few run today; the others are skipped, and say so."""
+    """Of the slow tests a few run today; the others are skipped, and say so. A file alone runs
+    whole."""
     slow = sorted(item.nodeid for item in items if item.get_closest_marker("slow"))
-    today = set(sampling.sampled(slow, SLOW_PER_DAY)) if len(slow) > 1 else set(slow)
+    alone = len({item.path for item in items}) == 1
+    today = set(slow if alone else sampling.sampled(slow, SLOW_PER_DAY))
     for item in items:
         if item.get_closest_marker("slow") and item.nodeid not in today:
             item.add_marker(pytest.mark.skip(reason="slow: runs on other days and in test-all"))

@@ -121,6 +121,9 @@ def job(directory: Path, steps: int, *changes: str, resume: bool = False) -> Tra
         overrides=(f"arguments.steps={steps}", *changes),
         resume=resume,
         device="cpu",
+        timeout_seconds=60,
+        patience_seconds=5,
+        trace_every=50,
     )
 
 

@@ -45,6 +45,9 @@ from headway.run.distributed.heartbeat import (
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.rendezvous import join_rendezvous
 
+TIMEOUT_SECONDS = 300.0
+"""Longest wait for another process, where nobody says how long."""
+
 
 def open_sockets() -> dict[int, str]:
     """File descriptor -> identity of every socket of this process; empty where that is unknown."""
@@ -265,7 +268,7 @@ class World:
         backend: str = "none",
         store: Store | None = None,
         side_group: dist.ProcessGroup | None = None,
-        timeout_seconds: float = 300.0,
+        timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         self.place = place
         self.device = device
@@ -291,7 +294,7 @@ class World:
         place: LaunchEnv,
         *,
         device: str = "cpu",
-        timeout_seconds: float = 300.0,
+        timeout_seconds: float = TIMEOUT_SECONDS,
         join_seconds: float | None = None,
         patience_seconds: float = HEARTBEAT_TIMEOUT_SECONDS,
     ) -> World:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from headway.collective.all_reduce.algorithm import AllReduceOptions
 from headway.plans import Plan
 from headway.plans.exchange import AllReduceName
-from headway.run.distributed.heartbeat import HEARTBEAT_TIMEOUT_SECONDS
 from headway.run.distributed.launch_env import LaunchEnv
 
 if TYPE_CHECKING:
@@ -41,6 +40,9 @@ class TrainJob:
 
     recipe: str | Recipe
     directory: Path
+    timeout_seconds: float
+    patience_seconds: float
+    trace_every: int
     overrides: tuple[str, ...] = ()
     plan: Plan | Path | None = None
     find: Callable[[World], Plan | None] | None = None
@@ -48,9 +50,6 @@ class TrainJob:
     carrier: AllReduceOptions | None = None
     resume: bool = False
     device: str = "auto"
-    timeout_seconds: float = 300.0
-    patience_seconds: float = HEARTBEAT_TIMEOUT_SECONDS
-    trace_every: int = 50
     before_step: Callable[[LaunchEnv, int], None] | None = None
 
 
