@@ -27,7 +27,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # what a shell does to jo
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SLOW_PER_DAY = 4
-"""Of some hundred and fifteen: each has its turn within a month, and a run stays short."""
+"""Of more than a hundred: each has its turn within a month, and a run stays short."""
 
 hypothesis.settings.register_profile(
     "headway", deadline=None, derandomize=True, max_examples=100, print_blob=False

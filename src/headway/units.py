@@ -14,7 +14,6 @@ from decimal import Decimal
 
 _NUMBER = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?)\s*(.*?)\s*$")
 _DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
-_SI = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
 _SIZES = {f"{p}B": f for p, f in (_DECIMAL | _BINARY).items()}
 _RATES = {f"{p}B/s": f for p, f in (_DECIMAL | _BINARY).items()} | {
@@ -87,29 +86,29 @@ def format_flops(rate: float) -> str:
 
 def exact_bytes(size: float) -> str:
     """For files, to 12 digits: 1.5 * 2**30 -> "1.5 GiB"."""
-    return _exact(size, {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10, "B": 1.0})
+    return _exact(size, _SIZES, ("GiB", "MiB", "KiB", "B"))
 
 
 def exact_seconds(seconds: float) -> str:
     """For files, to 12 digits: 3.21e-6 -> "3.21 us"."""
-    return _exact(seconds, {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9})
+    return _exact(seconds, _DURATIONS, ("s", "ms", "us", "ns"))
 
 
 def exact_rate(rate: float) -> str:
     """For files, to 12 digits, in bytes: 2.91e9 -> "2.91 GB/s"."""
-    return _exact(rate, {f"{prefix}B/s": factor for prefix, factor in _SI.items()})
+    return _exact(rate, _RATES, ("TB/s", "GB/s", "MB/s", "kB/s", "B/s"))
 
 
 def exact_flops(rate: float) -> str:
     """For files, to 12 digits: 3.12e14 -> "312 TFLOP/s"."""
-    return _exact(rate, {f"{prefix}FLOP/s": factor for prefix, factor in _SI.items()})
+    return _exact(rate, _FLOPS, ("TFLOP/s", "GFLOP/s", "MFLOP/s", "kFLOP/s", "FLOP/s"))
 
 
-def _exact(value: float, units: Mapping[str, float]) -> str:
-    """In the largest unit that leaves at least 1 before the point, of `units` from large to small;
-    below the smallest, as 0 is, in the smallest."""
-    unit = next((unit for unit, factor in units.items() if value >= factor), list(units)[-1])
-    return f"{value / units[unit]:.12g} {unit}"
+def _exact(value: float, factors: Mapping[str, float], units: tuple[str, ...]) -> str:
+    """In the first of `units`, from large to small, that leaves at least 1 before the point; below
+    the smallest, as 0 is, in the smallest."""
+    unit = next((unit for unit in units if value >= factors[unit]), units[-1])
+    return f"{value / factors[unit]:.12g} {unit}"
 
 
 def _scaled(value: float, step: int, units: tuple[str, ...]) -> str:

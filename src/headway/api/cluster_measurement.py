@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from headway.launch.emulation import EmulatedCluster, PacedCluster
 
 MEASURED_HEADER = "# Measured by headway cluster measure"
-SECONDS = 30.0
+MEASURE_SECONDS = 30.0
 """For measuring devices, where nobody says how many."""
 TIMEOUT_SECONDS = 120.0
 """Longest wait for another process."""
@@ -35,7 +35,7 @@ def measure_in_workers(
     ranks: int,
     device: str,
     emulated: EmulatedCluster | PacedCluster | None,
-    seconds: float = SECONDS,
+    seconds: float = MEASURE_SECONDS,
 ) -> list[RankReadings]:
     """In local workers of our own."""
     from headway.launch.local import launch_local

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from headway.api.cluster_measurement import (
+    MEASURE_SECONDS,
     MEASURED_HEADER,
-    SECONDS,
     TIMEOUT_SECONDS,
     default_ranks,
     measure_in_workers,
@@ -159,7 +159,7 @@ def measure(
     processes: Annotated[int | None, Parameter(alias="-n")] = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     emulate: Path | None = None,
-    seconds: float = SECONDS,
+    seconds: float = MEASURE_SECONDS,
 ) -> None:
     """Measure the devices and links of this machine, and write a cluster.toml.
 

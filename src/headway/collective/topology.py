@@ -145,7 +145,9 @@ def dgx1p(link: float = 1.0) -> LinkGraph:
     return LinkGraph.of(8, dict.fromkeys(DGX1_DOUBLE_LINKS + DGX1_SINGLE_LINKS, link))
 
 
-MACHINES: Mapping[str, LinkGraph] = MappingProxyType({"dgx-1p": dgx1p(20e9), "dgx-1v": dgx1v(25e9)})
+LINK_GRAPHS: Mapping[str, LinkGraph] = MappingProxyType(
+    {"dgx-1p": dgx1p(20e9), "dgx-1v": dgx1v(25e9)}
+)
 """By the names of the command line; links in bytes per second: NVLink 1 of a P100, 2 of a V100."""
 
 

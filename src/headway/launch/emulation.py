@@ -1,4 +1,4 @@
-"""One machine as a cluster: nodes in network namespaces with links shaped by tc, or paced ones.
+"""One machine as a cluster: nodes in network namespaces with links shaped by tc; or paced.
 
 host --- hub namespace: bridge --- node namespace: eth0   (ranks of node a)
                                --- node namespace: eth0   (ranks of node b)

@@ -32,7 +32,7 @@ from headway.collective.packing.pack import highest_rate, pack
 from headway.collective.packing.tree import root_tree
 from headway.collective.program.check import check_program
 from headway.collective.program.program import CollectiveProgram, CollectiveTask
-from headway.collective.topology import MACHINES, Direction, NetworkTopology
+from headway.collective.topology import LINK_GRAPHS, Direction, NetworkTopology
 from headway.documents import nearest
 from headway.errors import PlanError, UsageError
 from headway.plans.exchange import AllReduceName
@@ -104,15 +104,15 @@ Families = Iterator[Iterator[ProgramCandidate]]
 
 
 def parse_wires(text: str, *, nodes: int | None = None) -> NetworkTopology:
-    """The network that a command line names: a cluster.toml, a preset, or the NVLinks of one
-    machine of `MACHINES`.
+    """The network that a command line names: a cluster.toml, a preset, or one of
+    `LINK_GRAPHS`, the NVLinks inside a machine.
 
     Raises:
         UsageError: There is no such preset.
         DocumentError: The file has problems.
     """
-    if text in MACHINES:
-        return NetworkTopology.of_links(MACHINES[text])
+    if text in LINK_GRAPHS:
+        return NetworkTopology.of_links(LINK_GRAPHS[text])
     return NetworkTopology.of_cluster(find_cluster(text, nodes=nodes))
 
 

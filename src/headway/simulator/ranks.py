@@ -1,4 +1,4 @@
-"""The ranks of a simulated step: what a message between two costs, faults, and who behaves alike.
+"""The ranks of a simulated step: price of a message, faults, and which ranks behave alike.
 
 Ranks are numbered by axes with strides, node by node. A message is priced on the innermost
 level that joins its two ends, a collective by the hierarchical network for its whole group.
@@ -115,8 +115,8 @@ class SimulatedRanks:
             if source // level.width == target // level.width:
                 break
             inner = level.width
-        latency, costs = found.message_costs(self.grid.apart[2], inner)
-        per_byte = float(costs)
+        latency, cost = found.message_costs(self.grid.apart[2], inner)
+        per_byte = float(cost)
         for path in self.faults.paths:
             if path.joins({source, target}):
                 per_byte *= path.factor

@@ -1,4 +1,4 @@
-"""The step time under an exchange scheme; ranks candidates, so that "auto" takes the best.
+"""The step time under an exchange scheme, and the ranking from which "auto" takes the best.
 
 An `ExchangeScheme` is the part of the plan's exchange that matters for time. Its buckets are
 formed as `headway.comm` forms them, each becomes a load on the link with the bytes and rounds
