@@ -1,4 +1,4 @@
-"""Writes docs/modules.md: what each module is for, from the first paragraph of its docstring.
+"""Writes docs/modules.md: what each module is for, and the public names that it defines.
 
 python docs/make_modules.py
 """
@@ -10,9 +10,10 @@ from pathlib import Path
 
 PAGE = Path(__file__).parent / "modules.md"
 SOURCE = Path(__file__).parents[1] / "src" / "headway"
-HEAD = """# All modules, one line each
+HEAD = """# All modules: what each is for, and what it defines
 
-Written by `docs/make_modules.py` from the first paragraph of each docstring; a test holds it.
+Written by `docs/make_modules.py` from the first paragraph of each docstring, with the module's
+public classes, functions and constants in the order of the file; a test holds it.
 The folders and their order are explained in [ARCHITECTURE.md](../ARCHITECTURE.md), together with a
 table of frequent changes. Paths are below `src/headway/`.
 """
@@ -24,6 +25,26 @@ def purpose(file: Path) -> str:
     return " ".join(text.split("\n\n", 1)[0].split())
 
 
+def definitions(file: Path) -> list[str]:
+    """The public classes, functions, constants and types that a module defines, in its order."""
+    names: list[str] = []
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+                names.append(name)
+            case ast.Assign(value=ast.Call(func=ast.Name(id="TypeVar"))):
+                continue
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                names.append(name)
+    return [name for name in names if not name.startswith("_")]
+
+
+def entry(file: Path) -> str:
+    """A module's item in the list."""
+    names = ", ".join(f"`{name}`" for name in definitions(file))
+    return f"- `{file.name}`: {purpose(file)}" + (f"\n  Defines {names}." if names else "")
+
+
 def page() -> str:
     """The page as it should be."""
     files = [file for file in SOURCE.rglob("*.py") if not file.name.startswith("__")]
@@ -33,7 +54,7 @@ def page() -> str:
         name = folder.relative_to(SOURCE).as_posix()
         lines += [f"## {'headway' if name == '.' else name + '/'}", ""]
         here = sorted(file for file in files if file.parent == folder)
-        lines += [f"- `{file.name}`: {purpose(file)}" for file in here]
+        lines += [entry(file) for file in here]
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
