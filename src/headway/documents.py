@@ -188,12 +188,16 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+MOST_LISTED = 20
+"""Names that a message lists when none of them is near."""
+
+
 def nearest(word: str, legal: Sequence[str]) -> str:
-    """The suffix of an "unknown ..." message: the nearest legal names, or all of them."""
+    """The suffix of an "unknown ..." message: the nearest legal names, or all if they are few."""
     close = difflib.get_close_matches(word, legal, n=2, cutoff=0.6)
     if close:
         return f"; did you mean {' or '.join(close)}?"
-    return f"; legal: {', '.join(sorted(legal))}" if legal else ""
+    return f"; legal: {', '.join(sorted(legal))}" if 0 < len(legal) <= MOST_LISTED else ""
 
 
 def _legal(hint: Any, path: Sequence[str]) -> list[str]:

@@ -27,6 +27,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+TIMEOUT_SECONDS = 300.0
+"""Longest wait for another process before `Stalled`, where nobody says how long."""
+
 
 class HeadwayError(Exception):
     """Base of all errors that headway raises for its users.

@@ -22,12 +22,8 @@ from headway.cluster.device import (
     KernelPace,
     OptimizerPace,
 )
-from headway.cluster.measurement import (
-    DeviceReadings,
-    KernelTiming,
-    fingerprint,
-    fingerprint_differences,
-)
+from headway.cluster.local_machine import fingerprint, fingerprint_differences
+from headway.cluster.measurement import DeviceReadings, KernelTiming
 from headway.cost.cluster_fit import device_of_kernels, fit_paces, fit_terms
 from headway.cost.device import DeviceModel
 from headway.graph.model_graph import Kernel, Operator, Work

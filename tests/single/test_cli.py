@@ -154,7 +154,7 @@ def test_every_command_exists_and_has_a_page(capsys):
         (["plan", "shw"], "there is no command 'plan shw'; did you mean plan show?"),
         (
             ["zzz"],
-            "commands: checkpoint, cluster, collective, demo, exchange, explain, plan, report, "
+            "legal: checkpoint, cluster, collective, demo, exchange, explain, plan, report, "
             "schedule, simulate, train, verify",
         ),
         (["--trance"], "there is no option '--trance'"),

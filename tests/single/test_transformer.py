@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from headway.errors import RecipeError
+from headway.optim.warmup import warmup_then_cosine
 from headway.run.recipe.recipe import Recipe
 from headway.workloads import transformer
 from headway.workloads.transformer import PROMPT, TransformerConfig, TransformerLM
@@ -250,7 +251,7 @@ def test_only_matrices_decay():
 def test_the_learning_rate_rises_linearly_and_falls_by_a_cosine_with_plain_state():
     def start():
         optimizer = transformer.adamw(small_model(), learning_rate=1.0, weight_decay=0.1)
-        return optimizer, transformer.warmup_cosine(optimizer, warmup=4, steps=24)
+        return optimizer, warmup_then_cosine(optimizer, warmup=4, steps=24, end=0.1)
 
     optimizer, scheduler = start()
     rates = []

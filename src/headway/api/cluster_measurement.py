@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.cluster import to_toml
-from headway.cluster.measurement import DATE, fingerprint
+from headway.cluster.local_machine import DATE, fingerprint
 
 if TYPE_CHECKING:
     from headway.cluster.measurement import RankReadings
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MEASURED_HEADER = "# Measured by headway cluster measure"
 MEASURE_SECONDS = 30.0
 """For measuring devices, where nobody says how many."""
-TIMEOUT_SECONDS = 120.0
+MEASURE_TIMEOUT_SECONDS = 120.0
 """Longest wait for another process."""
 
 
@@ -42,7 +42,7 @@ def measure_in_workers(
 
     result = launch_local(
         "headway.run.measure.cluster:measure",
-        (device, TIMEOUT_SECONDS, seconds),
+        (device, MEASURE_TIMEOUT_SECONDS, seconds),
         processes=ranks,
         # Imported once, in the forkserver: every worker would import torch again.
         preload=("headway.run.measure.cluster",),

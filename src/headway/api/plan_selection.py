@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from headway.api.inputs import ClusterInput, record_provenance, resolve_cluster
 from headway.cluster import Cluster, find_cluster
-from headway.cluster.measurement import fingerprint, fingerprint_differences
+from headway.cluster.local_machine import fingerprint, fingerprint_differences
 from headway.collective.all_reduce.algorithm import ALL_REDUCE_KINDS, AllReduceOptions
 from headway.collective.topology import NetworkTopology
 from headway.errors import PlanError, UsageError

@@ -30,12 +30,14 @@ from headway.api.plan_selection import (
 )
 from headway.api.schedule_table import recipe_overrides
 from headway.cluster import Fault, check_faults
-from headway.errors import HeadwayError, UsageError
+from headway.errors import TIMEOUT_SECONDS, HeadwayError, UsageError
 from headway.launch.emulation import EmulatedCluster, PacedCluster
 from headway.launch.faults import FaultInjector
 from headway.launch.forkserver import start_forkserver
+from headway.launch.restart_policy import RESTARTS
 from headway.plans import Plan, data_parallel_groups, pipelined
 from headway.plans.plan import check_executable
+from headway.run.distributed.heartbeat import HEARTBEAT_TIMEOUT_SECONDS
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.recipe.batch_units import resolve_batch
 from headway.run.recipe.check import check_recipe
@@ -49,9 +51,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("headway")
 
 # Defaults of `headway.train` and of the command.
-RESTARTS = 3
-TIMEOUT = "5 min"
-PATIENCE = "5 s"
+TIMEOUT = f"{TIMEOUT_SECONDS / 60:g} min"
+PATIENCE = f"{HEARTBEAT_TIMEOUT_SECONDS:g} s"
 TRACE_STEPS = 50
 
 

@@ -19,6 +19,7 @@ from headway.capture.fake_tensors import DataIndependentValues, FakeContext
 from headway.capture.operator_recorder import record_graph
 from headway.errors import PlanError
 from headway.graph.model_graph import ModelGraph
+from headway.user_frames import innermost_user_frame
 
 Loss = Callable[[nn.Module, Any], Any]
 
@@ -96,8 +97,8 @@ def _culprit(called: _Called, data: tuple[Any, ...], fakes: FakeContext) -> str:
 
 def _refusal(model: nn.Module, module: str, error: Exception) -> PlanError:
     # The user's own line: those of torch and headway say nothing to them.
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if _users(f.filename)]
-    line = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    frame = innermost_user_frame(traceback.extract_tb(error.__traceback__))
+    line = f"{frame.filename}:{frame.lineno}" if frame else ""
     name = type(model).__name__
     kind = type(dict(model.named_modules()).get(module, model)).__name__
     who = f"module {module} ({kind}) of {name}" if module else f"the forward of {name}"
@@ -109,7 +110,3 @@ def _refusal(model: nn.Module, module: str, error: Exception) -> PlanError:
         "(.item(), `if tensor`, masks of unknown length) by torch.where or by sizes, and give "
         "data as tensors in tuples, lists or tables.",
     )
-
-
-def _users(path: str) -> bool:
-    return "/torch/" not in path and "/headway/" not in path and not path.startswith("<")

@@ -27,7 +27,7 @@ from headway.channel import shared_memory, sockets
 from headway.channel.region import METADATA_WORDS, RegionLayout, TensorMetadata
 from headway.channel.rendezvous import ChannelRendezvous, GroupRendezvous, StoreRendezvous
 from headway.channel.transport import ChannelTransport, WaitBackoff
-from headway.errors import HeadwayError, RunError, Stalled, UsageError
+from headway.errors import TIMEOUT_SECONDS, HeadwayError, RunError, Stalled, UsageError
 
 Provider = Literal["auto", "shared_memory", "socket", "mpi"]
 
@@ -175,7 +175,7 @@ class Channel:
         rank: int | None = None,
         address: str | None = None,
         capacity: int = 1 << 24,
-        timeout: float = 300.0,
+        timeout: float = TIMEOUT_SECONDS,
     ) -> None:
         form = None if shape is None else TensorMetadata(tuple(shape), dtype)
         _check(form, slots, credit, timeout)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headway.channel.channel import Channel, Provider
-from headway.errors import RunError, UsageError
+from headway.errors import TIMEOUT_SECONDS, RunError, UsageError
 
 AllocateRows = Callable[[Sequence[int], torch.dtype], Tensor]
 """From shape and type to memory in which a tensor can be made that need not be copied."""
@@ -46,7 +46,7 @@ class RowExchange:
         group: dist.ProcessGroup | None = None,
         *,
         provider: Provider = "auto",
-        timeout: float = 300.0,
+        timeout: float = TIMEOUT_SECONDS,
     ) -> None:
         if not dist.is_initialized():
             raise UsageError(

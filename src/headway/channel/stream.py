@@ -27,7 +27,7 @@ from torch import Tensor, UntypedStorage
 from headway.channel.channel import Channel
 from headway.channel.region import copy_tensor, round_up_to_pages
 from headway.channel.shared_memory import create_memory
-from headway.errors import PeerLost, RunError
+from headway.errors import TIMEOUT_SECONDS, PeerLost, RunError
 
 # Each has a word before the first room, which the borrower writes: the loan that ended last.
 MAX_ARENA_BLOCKS = 4096
@@ -139,7 +139,11 @@ ShapeAndDtype = tuple[Sequence[int], torch.dtype]
 
 
 def open_stream(
-    peer: int, *, ahead: int, group: dist.ProcessGroup | None = None, timeout: float = 300.0
+    peer: int,
+    *,
+    ahead: int,
+    group: dist.ProcessGroup | None = None,
+    timeout: float = TIMEOUT_SECONDS,
 ) -> TensorStream | None:
     """One end; the other rank does the same. None at both where they have no memory in common.
 

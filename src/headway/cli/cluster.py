@@ -15,8 +15,8 @@ from cyclopts import Parameter
 
 from headway.api.cluster_measurement import (
     MEASURE_SECONDS,
+    MEASURE_TIMEOUT_SECONDS,
     MEASURED_HEADER,
-    TIMEOUT_SECONDS,
     default_ranks,
     measure_in_workers,
     write_measured,
@@ -208,7 +208,11 @@ def _measure_as_rank(place: LaunchEnv, device: str, seconds: float) -> list[Rank
         show_error(error, trace=False)
 
     readings: list[RankReadings] = run_rank_here(
-        measure_rank, (device, TIMEOUT_SECONDS, seconds), place=place, directory=None, tell=tell
+        measure_rank,
+        (device, MEASURE_TIMEOUT_SECONDS, seconds),
+        place=place,
+        directory=None,
+        tell=tell,
     )
     return readings
 

@@ -7,9 +7,8 @@ training would do (`headway.collective.all_reduce.repacking`).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +19,6 @@ from headway.collective.all_reduce.algorithm import ALL_REDUCE_KINDS, all_reduce
 from headway.collective.all_reduce.repacking import Repacking, find_repacking
 from headway.collective.program.program import ROOTED, CollectiveTask, Op, rounds
 from headway.collective.topology import NetworkTopology
-from headway.documents import nearest
 from headway.errors import PlanError, UsageError
 from headway.planner.collective_algorithm import (
     PricedProgram,
@@ -29,18 +27,14 @@ from headway.planner.collective_algorithm import (
     price_programs,
 )
 from headway.simulator.collective import HostCosts, simulate_collective
+from headway.simulator.what_if import change_link
 from headway.units import (
     format_bytes,
     format_rate,
     format_seconds,
     parse_bytes,
-    parse_rate,
     parse_seconds,
 )
-
-_LINK = re.compile(r"link (\S+?)-(\S+) (.+)")
-_TIMES = re.compile(r"([0-9]+(?:\.[0-9]+)?)x")
-CHANGE_SYNTAX = '"link a-b 10 Mbit/s" or "link a-b 0.1x", with the names of two ranks'
 
 
 @dataclass(frozen=True)
@@ -101,7 +95,7 @@ def programs_after_change(
 
     Args:
         found: Made for `wires`, the fastest first.
-        sentences: See `CHANGE_SYNTAX`; several are made together.
+        sentences: See `LEGAL_LINK_CHANGES`; several are made together.
         host: What messages and sums cost the ranks.
 
     Raises:
@@ -109,7 +103,7 @@ def programs_after_change(
     """
     now = wires
     for sentence in sentences:
-        now = _change_link(now, sentence)
+        now = change_link(now, sentence)
     seconds = {
         one.name: simulate_collective(one.program, now, element_bytes, host=host).seconds
         for one in found
@@ -135,43 +129,6 @@ def _repacking(
     carrier = choose_all_reduce(best.name, wires, size, element_bytes=element_bytes).carrier
     assert carrier is not None  # with the rates of links that are not shared
     return find_repacking(best.name, carrier, wires.graph, now.graph, [size], element_bytes)
-
-
-def _change_link(wires: NetworkTopology, sentence: str) -> NetworkTopology:
-    """One link, both of its directions, with another rate."""
-    found = _LINK.fullmatch(sentence)
-    if found is None:
-        raise _change_error(sentence, "not a change of a link")
-    ends = [_rank(wires, name, sentence) for name in found.group(1, 2)]
-    times = _TIMES.fullmatch(found[3])
-    try:
-        rate = 0.0 if times else parse_rate(found[3])
-    except ValueError as error:
-        raise _change_error(sentence, str(error)) from None
-    if not (rate or (times and float(times[1]))):
-        raise _change_error(sentence, "a link needs a rate above 0")
-    used = [wire for way in wires.ways.values() for wire in way.wires]
-    rates = list(wires.wires)
-    # A link is two wires, one for each direction.
-    for pair in (ends, ends[::-1]):
-        # A wire that other pairs use, too (the interface of a node), is no link of these two.
-        own = [w for w in wires.way(pair[0], pair[1]).wires if used.count(w) == 1]
-        if not own:
-            raise _change_error(sentence, "these ranks have no link of their own")
-        for wire in own:
-            factor = float(times[1]) if times else 0.0
-            rates[wire] = replace(rates[wire], rate=rate or rates[wire].rate * factor)
-    return replace(wires, wires=tuple(rates))
-
-
-def _rank(wires: NetworkTopology, name: str, sentence: str) -> int:
-    if name in wires.names:
-        return wires.names.index(name)
-    raise _change_error(sentence, f"no rank {name!r}{nearest(name, list(wires.names))}")
-
-
-def _change_error(sentence: str, why: str) -> UsageError:
-    return UsageError(f"{sentence!r}: {why}", where="--change", fix=f"Write {CHANGE_SYNTAX}.")
 
 
 def show(

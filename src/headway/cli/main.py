@@ -180,12 +180,10 @@ def _check_command(words: list[str]) -> None:
 
 
 def _unknown(word: str, legal: list[str], page: str) -> UsageError:
-    from difflib import get_close_matches
+    from headway.documents import nearest
 
     kind = "option" if word.startswith("-") else "command"
-    close = get_close_matches(word, legal, n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]}?" if close else f"; commands: {', '.join(legal)}"
-    return UsageError(f"there is no {kind} {word!r}{hint}", fix=f"See {page}")
+    return UsageError(f"there is no {kind} {word!r}{nearest(word, legal)}", fix=f"See {page}")
 
 
 def build_app() -> App:

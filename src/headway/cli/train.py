@@ -11,11 +11,12 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from headway.api.plan_selection import MEASURE, CollectiveName
-from headway.api.training import PATIENCE, RESTARTS, TIMEOUT, TRACE_STEPS, TrainingResult
+from headway.api.training import PATIENCE, TIMEOUT, TRACE_STEPS, TrainingResult
 from headway.api.training import train as train_recipe
 from headway.cli.terminal.console import say, say_json, show_error
 from headway.cli.terminal.progress import ProgressDisplay
 from headway.errors import HeadwayError
+from headway.launch.restart_policy import RESTARTS
 from headway.run.distributed.launch_env import LaunchEnv
 
 

@@ -1,19 +1,12 @@
-"""Raw measurements of a machine, rank by rank, and the fingerprint of the machine they hold for.
+"""Raw measurements of a machine, rank by rank.
 
-`capture.benchmark` makes these records; `headway.cost` fits a cluster's numbers to them. The
-fingerprint (processor, torch, date) travels with the fitted file, because its numbers are not those
-of another machine.
+`capture.benchmark` makes these records; `headway.cost` fits a cluster's numbers to them.
 """
 
 from __future__ import annotations
 
-import os
-import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 SizeTimings = tuple[tuple[float, float], ...]
 """(Bytes, seconds), the shortest of several for each size."""
@@ -122,57 +115,3 @@ class RankReadings:
     between: LinkReadings | None
     busy: float
     threads: int
-
-
-# On what a cluster was measured: its numbers are not those of another machine.
-
-
-DATE = "date"
-
-
-def fingerprint(*, device: str, ranks: int, threads: int) -> dict[str, str]:
-    """Of this machine, now.
-
-    Args:
-        device: What the ranks compute on, as in the cluster's `devices`.
-        ranks: That measure, or will work, at the same time.
-    """
-    return {
-        DATE: str(datetime.now(UTC).date()),
-        "torch": _torch(),
-        "device": device,
-        "processor": _processor(),
-        "cores": str(os.cpu_count() or 1),
-        "ranks": str(ranks),
-        "threads": str(threads),
-    }
-
-
-def fingerprint_differences(measured: Mapping[str, str], here: Mapping[str, str]) -> Iterator[str]:
-    """What differs, one phrase each: "torch 2.12.0 there, 2.13.0 here"; a date does not count.
-
-    Nothing is known of what a file does not say, so that it differs.
-    """
-    for name, value in here.items():
-        said = measured.get(name, "nothing said")
-        if name != DATE and said != value:
-            yield f"{name}: {said} there, {value} here"
-
-
-def _torch() -> str:
-    try:
-        # From its metadata: importing torch takes a second, and the pure plane has no torch.
-        return version("torch")
-    except PackageNotFoundError:
-        return "unknown"
-
-
-def _processor() -> str:
-    """Its model, as the system names it."""
-    try:
-        # `platform.processor` says nothing on many Linux systems.
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()

@@ -34,9 +34,6 @@ class Machine:
     dtype: str = "fp16"
 
 
-# Of the peak: cuBLAS with large fp16 matrices under a lasting load, 250 to 270 of 312 TFLOP/s on an
-# A100; assumed, 0.03 either way.
-EFFICIENCY = 0.82
 # Of the datasheet's memory rate that kernels reach; assumed.
 STREAM_EFFICIENCY = 0.73
 # Of the usual matmul rate, for logits that no tensor axis splits: a third on the A100 (`FITTED`);
@@ -90,7 +87,6 @@ def assumed_device(name: str) -> DeviceModel:
         peak=sheet.peak,
         memory=sheet.memory,
         memory_rate=STREAM_EFFICIENCY * sheet.memory_rate,
-        efficiency=EFFICIENCY,
         source={"peak": sheet.source, "memory": sheet.source}
         | {"memory_rate": "assumed: a share of the datasheet's"}
         | dict.fromkeys(guessed, "assumed"),

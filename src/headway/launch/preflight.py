@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
+from headway.cluster.local_machine import cores
 from headway.errors import UsageError
 from headway.run.distributed.launch_env import user_threads
 
@@ -30,13 +29,6 @@ def check_processes(processes: int) -> tuple[str, ...]:
         f"{processes} processes share {available} CPU cores: they will wait for each other; "
         f"on CPUs use --processes {available} or fewer",
     )
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def threads_for(processes: int, threads: int | None = None) -> int:

@@ -43,6 +43,10 @@ class Stop:
     error: HeadwayError | None = None
 
 
+RESTARTS = 3
+"""In a row without a new checkpoint, before a job is given up."""
+
+
 @dataclass(frozen=True)
 class RestartPolicy:
     """Restart after a kill from outside; stop after errors, which would only recur.
@@ -51,7 +55,7 @@ class RestartPolicy:
         limit: Give up after this many restarts in a row without a new checkpoint; 0: never restart.
     """
 
-    limit: int = 3
+    limit: int = RESTARTS
 
     def decide(self, history: Sequence[AttemptFacts]) -> Stop | None:
         """Judge the last attempt of `history`; None: restart all workers."""

@@ -180,8 +180,17 @@ def _set(group: dict[str, Any], rate: float) -> None:
         group["lr"] = rate
 
 
-def warmup_tenth_then_cosine(optimizer: Optimizer, *, steps: int) -> LRScheduler:
-    """A tenth of the steps upwards, then a cosine down to almost nothing."""
-    rise = steps // 10
-    fall = partial(CosineAnnealingLR, T_max=max(1, steps - rise))
+def warmup_then_cosine(
+    optimizer: Optimizer, *, steps: int, warmup: int | None = None, end: float = 0.0
+) -> LRScheduler:
+    """Up along a line, then down along a cosine: the rates of the example trainings.
+
+    Args:
+        steps: Of the whole training, warm-up included.
+        warmup: Steps upwards; None: a tenth of `steps`.
+        end: The rate after `steps`, as a share of the highest group's.
+    """
+    rise = steps // 10 if warmup is None else warmup
+    lowest = end * max(group["lr"] for group in optimizer.param_groups)
+    fall = partial(CosineAnnealingLR, T_max=max(1, steps - rise), eta_min=lowest)
     return WarmUp(optimizer, rise, then=fall, delay=True)

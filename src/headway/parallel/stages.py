@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -31,6 +30,7 @@ from torch import Tensor, fx, nn
 
 from headway.errors import RecipeError, RunError
 from headway.schedule.pipeline_schedule import PipelineSchedule
+from headway.user_frames import is_user_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +175,6 @@ def _like(example: Any, fields: dict[str, Any]) -> Any:
 
 
 LossFunction = Callable[[Any, Any], Any]
-_PACKAGE = str(Path(__file__).parent)
-_TORCH = str(Path(torch.__file__).parent)
 _SETTINGS = (type(None), bool, str, bytes, Enum, torch.dtype, torch.device, torch.memory_format)
 
 
@@ -279,19 +277,13 @@ class ModelProxy:
 
 
 def user_line() -> str:
-    """File and line of the innermost frame that is neither torch's nor of this folder."""
+    """File and line of the innermost frame that is neither torch's nor headway's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if is_user_file(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
-
-
-def is_user_file(file: str) -> bool:
-    """Whether a frame of this file may be shown as the place of a fault."""
-    # Names of generated code, as torch.fx gives them, begin with "<".
-    return not file.startswith((_PACKAGE, _TORCH, "<"))
 
 
 def _forbidden_attribute(name: str, why: str) -> RecipeError:

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from headway.cluster import Cluster
 from headway.cluster.faults import CutLink, Fault, KillRank, SlowLink, check_faults, parse_fault
+from headway.collective.topology import NetworkTopology
 from headway.cost.device import scale_device
 from headway.cost.machines import Machine
 from headway.cost.network import HierarchicalNetwork, LinkLevel
@@ -26,6 +27,8 @@ LEGAL_CHANGES = (
     '"link LEVEL 100 Gbit/s", "link LEVEL 2x", "latency LEVEL 10 us", "device peak 2x", '
     '"memory 80 GiB", "memory 2x"; of one type of devices "device TYPE peak 2x", "memory TYPE 2x"'
 )
+_LINK = re.compile(r"link (\S+?)-(\S+) (.+)")
+LEGAL_LINK_CHANGES = '"link a-b 10 Mbit/s" or "link a-b 0.1x", with the names of two ranks'
 LEGAL_FAULTS = '"rank 3 slow 2x" or "link a-b 10x slower"'
 RATES = {"peak": "compute", "memory-rate": "stream", "launches": "launches"}
 """Of a device, as a sentence calls them, and their names in `scale_device`; 2x is faster."""
@@ -71,6 +74,43 @@ def _addressed(sentence: str, kinds: Sequence[str]) -> tuple[Sequence[str], list
             fix=f"The cluster has {', '.join(kinds)}; without a name all are meant.",
         )
     return [name], [words[0], *words[2:]]
+
+
+def change_link(wires: NetworkTopology, sentence: str) -> NetworkTopology:
+    """One link of two ranks, both of its directions, with another rate.
+
+    Args:
+        sentence: See `LEGAL_LINK_CHANGES`.
+
+    Raises:
+        UsageError: The sentence is none of these, or the ranks have no link of their own.
+    """
+    found = _LINK.fullmatch(sentence)
+    if found is None:
+        raise _link_error(sentence, "not a change of a link")
+    ends = [_rank(wires, name, sentence) for name in found.group(1, 2)]
+    factor, rate = _value(found[3], parse_rate, sentence)
+    used = [wire for way in wires.ways.values() for wire in way.wires]
+    rates = list(wires.wires)
+    # A link is two wires, one for each direction.
+    for pair in (ends, ends[::-1]):
+        # A wire that other pairs use, too (the interface of a node), is no link of these two.
+        own = [w for w in wires.way(pair[0], pair[1]).wires if used.count(w) == 1]
+        if not own:
+            raise _link_error(sentence, "these ranks have no link of their own")
+        for wire in own:
+            rates[wire] = replace(rates[wire], rate=rate or rates[wire].rate * factor)
+    return replace(wires, wires=tuple(rates))
+
+
+def _rank(wires: NetworkTopology, name: str, sentence: str) -> int:
+    if name in wires.names:
+        return wires.names.index(name)
+    raise _link_error(sentence, f"no rank {name!r}{nearest(name, list(wires.names))}")
+
+
+def _link_error(sentence: str, why: str) -> UsageError:
+    return UsageError(f"{sentence!r}: {why}", where="--change", fix=f"Write {LEGAL_LINK_CHANGES}.")
 
 
 def levels_of(network: HierarchicalNetwork, cluster: Cluster) -> dict[str, int]:

@@ -39,7 +39,7 @@ from torch.optim import Adam, Optimizer
 from headway.data.slabs.slab_source import SlabSource, slabs_in
 from headway.data.source import Source
 from headway.errors import RecipeError
-from headway.optim.warmup import warmup_tenth_then_cosine
+from headway.optim.warmup import warmup_then_cosine
 from headway.run.recipe.recipe import Recipe, criterion
 
 # ruff: noqa: N803, N806 (shape suffixes)
@@ -656,7 +656,7 @@ def recipe(
         validation=validation,
         loss=criterion(nn.MSELoss()),
         optimizer=partial(adam, learning_rate=learning_rate),
-        scheduler=partial(warmup_tenth_then_cosine, steps=steps),
+        scheduler=partial(warmup_then_cosine, steps=steps),
         batch=batch,
         stop=f"{steps} steps",
         seed=seed,

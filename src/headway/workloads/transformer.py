@@ -34,10 +34,10 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
 from headway.data.source import MemmapSource, Source
 from headway.errors import DataError, RecipeError
+from headway.optim.warmup import warmup_then_cosine
 from headway.run.recipe.recipe import Recipe, criterion
 
 # ruff: noqa: N803, N806 (shape suffixes)
@@ -511,7 +511,7 @@ def recipe(
         validation=partial(text, "validation", count=validation_samples),
         loss=criterion(next_byte_loss),
         optimizer=partial(adamw, learning_rate=learning_rate, weight_decay=weight_decay),
-        scheduler=partial(warmup_cosine, warmup=warmup, steps=steps),
+        scheduler=partial(warmup_then_cosine, warmup=warmup, steps=steps, end=0.1),
         batch=batch,
         microbatch=microbatch,
         tokens_per_sample=window,
@@ -562,17 +562,6 @@ def adamw(model: nn.Module, *, learning_rate: float, weight_decay: float) -> Opt
     ]
     # Fused: one kernel for all parameters; a step of the demo is 15 % shorter.
     return AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), fused=True)
-
-
-def warmup_cosine(optimizer: Optimizer, *, warmup: int, steps: int) -> LRScheduler:
-    """Linear rise for `warmup` steps, then a cosine to a tenth at `steps`.
-
-    Made of torch's own schedulers because their state is plain numbers, which a checkpoint holds.
-    """
-    highest = max(group["lr"] for group in optimizer.param_groups)
-    rise = LinearLR(optimizer, start_factor=1 / warmup, total_iters=warmup)
-    fall = CosineAnnealingLR(optimizer, T_max=steps - warmup, eta_min=0.1 * highest)
-    return SequentialLR(optimizer, [rise, fall], milestones=[warmup])
 
 
 def text_sample(model: nn.Module) -> str:

@@ -12,13 +12,10 @@ formulas used for captured graphs, so that a fit to these times predicts those.
 
 from __future__ import annotations
 
-import os
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -37,6 +34,7 @@ from headway.capture.benchmark.timer import (
     time_in_rounds,
 )
 from headway.cluster.device import UPDATE_TENSOR_SIZES
+from headway.cluster.local_machine import memory_bytes
 from headway.cluster.measurement import DeviceReadings, IdleStep, KernelTiming
 from headway.graph.aten.flops import flops_of, kernel_calls, parameter_traffic, traffic_of
 from headway.graph.aten.index_expression import OperatorCall
@@ -445,28 +443,6 @@ def measure_kernels(
     )
 
 
-def cores_in_use(seconds: float = 0.2) -> float:
-    """Cores that are busy while this process does nothing; 0.0 where the system does not say."""
-    before = _jiffies()
-    time.sleep(seconds)
-    after = _jiffies()
-    if before is None or after is None or after[1] == before[1]:
-        return 0.0
-    share = (after[0] - before[0]) / (after[1] - before[1])
-    return share * (os.cpu_count() or 1)
-
-
-def _jiffies() -> tuple[int, int] | None:
-    """(Busy, all) ticks of all cores since the machine started."""
-    # Guest times, behind these eight numbers, are part of the user time.
-    try:
-        ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
-    except (OSError, ValueError):
-        return None
-    # Numbers 3 and 4 are idle time and waiting for input or output.
-    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
-
-
 def device_name(kind: str) -> str:
     """As `DeviceReadings.name`, of the first device of a kind: "cpu", "cuda", or "auto"."""
     if kind == "auto":
@@ -582,8 +558,4 @@ def _memory(device: torch.device, local_ranks: int) -> float:
     """Bytes of this rank: of its GPU, or its share of the machine's (or container's)."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    # Of cgroup v2; "max" where the container has no limit.
-    text = limit.read_text().strip() if limit.is_file() else ""
-    return float(min(whole, int(text)) if text.isdigit() else whole) / local_ranks
+    return memory_bytes() / local_ranks

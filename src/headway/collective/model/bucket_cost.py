@@ -261,9 +261,10 @@ def _circle(ranks: Sequence[int], size: float) -> Traffic:
 # How long the exchange of one bucket occupies the link, and what it costs besides.
 
 
-# Bytes of a segment of a hierarchical exchange: until the first is through the inner phase, the
-# link between the nodes is idle.
-SEGMENT = 2 * 2**20
+# Bytes of a segment of a hierarchical exchange, run (comm/algorithms/hierarchical.py) and priced.
+# Segments follow each other through the three phases, so that the slow link waits for the fast one
+# only until the first is through the inner phase; smaller ones cost more than they hide.
+SEGMENT_BYTES = 2 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -469,7 +470,7 @@ def _levels(
     beyond = across.seconds_per_byte * inner
     # Of a link that costs nothing any number of bytes costs nothing.
     rate = across.seconds_per_byte or 1.0
-    fill = within * min(1.0, SEGMENT / dense) if dense else 0.0
+    fill = within * min(1.0, SEGMENT_BYTES / dense) if dense else 0.0
     return BucketService(
         max(within, beyond) / rate,
         speed.encode * dense / len(network.nodes.members[0]),

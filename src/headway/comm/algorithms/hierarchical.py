@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from headway.collective.model.bucket_cost import SEGMENT_BYTES
 from headway.collective.nodes import Nodes
 from headway.comm.algorithms.method import (
     AllReduce,
@@ -33,10 +34,6 @@ from headway.comm.algorithms.method import (
     split_evenly,
 )
 from headway.errors import PlanError
-
-# Segments follow each other through the three phases, so that the slow link never waits for the
-# fast one; smaller ones cost more in messages than they hide.
-SEGMENT_BYTES = 2 * 2**20
 
 # One segment in each of the three phases keeps both links busy.
 SEGMENTS_IN_FLIGHT = 3

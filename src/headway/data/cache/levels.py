@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
+from headway.cluster.local_machine import memory_bytes
 from headway.data.cache.blob_store import (
     LOCK_SECONDS,
     Blob,
@@ -309,11 +310,12 @@ class MemoryLevel(CacheLevel):
     def __init__(self, limit: int, key: StoreKey) -> None:
         self.limit, self.key = limit, key
         check_limit(limit, key, "memory cache")
-        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        machine = memory_bytes()
         if limit > machine:
             raise DataError(
                 "the data cache is larger than the memory of this machine",
-                why=f"It may take {format_bytes(limit)}; the machine has {format_bytes(machine)}.",
+                why=f"It may take {format_bytes(limit)}; the machine (or its container) "
+                f"has {format_bytes(machine)}.",
                 fix="Set `memory` to what the training leaves free.",
             )
         if not memfd_available():

@@ -10,7 +10,6 @@ for Strong Scaling in Deep Learning", section on I/O (LBANN's data store).
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,15 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from headway.comm.exchange_errors import is_timeout
 from headway.data.loader import MicroBatch, RankBatch, checked_length
 from headway.data.order import Cursor, GlobalBatch, GlobalBatches, SampleOrder
 from headway.data.slabs.ownership import OwnerPolicy, SlabOwnership, SlabTransfer
 from headway.data.slabs.slab_source import SlabSource
-from headway.errors import DataError, HeadwayError, PeerLost, Stalled
+from headway.errors import TIMEOUT_SECONDS, DataError, HeadwayError, PeerLost, Stalled
 from headway.plans import BatchSplit
 from headway.units import parse_bytes
-
-_TIMED_OUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
 
 _GRACE = 5.0
 """Seconds for messages under way when an iteration is given up."""
@@ -92,7 +90,7 @@ class SlabStore:
         epochs: int | None = None,
         memory: int | str | None = None,
         keep: OwnerPolicy = "recent",
-        timeout: float = 300.0,
+        timeout: float = TIMEOUT_SECONDS,
     ) -> None:
         self._length = checked_length(source, split.samples)
         self._batches = GlobalBatches(cursor, self._length, split.samples, drop_last, epochs)
@@ -286,7 +284,7 @@ class SlabStore:
         except RuntimeError as error:
             text = str(error).partition("\n")[0]
             who = "another rank" if peer is None else f"rank {self._global(peer)}"
-            late = _TIMED_OUT.search(text)
+            late = is_timeout(error)
             kind: type[HeadwayError] = Stalled if late else PeerLost
             raise kind(
                 f"{who} {'does not come' if late else 'vanished'} for the exchange of {thing}",

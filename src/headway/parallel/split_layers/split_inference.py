@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from headway.capture.fake_tensors import FakeContext
+from headway.documents import nearest
 from headway.errors import PlanError
 from headway.parallel.operator_rules import RULES
 from headway.parallel.split_layers.parameters import (
@@ -90,8 +90,7 @@ def parameters_matching(model: nn.Module, patterns: Sequence[str], option: str) 
     for pattern in patterns:
         hits = [own for name, own in named if matches_pattern(name, (pattern,))]
         if not hits:
-            near = get_close_matches(pattern, [n for n, _ in model.named_modules()], n=2)
-            hint = f"; there is {' and '.join(near)}" if near else ""
+            hint = nearest(pattern, [n for n, _ in model.named_modules() if n])
             problems.append(f"split.{option} {pattern}: no parameter has or lies under it{hint}")
         found += hits
     if problems:

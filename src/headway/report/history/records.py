@@ -237,6 +237,16 @@ class RunHistory:
         return self.attempts[1:]
 
     @property
+    def warm_up(self) -> frozenset[int]:
+        """The first step of every attempt, which is slower than those that follow."""
+        return frozenset(attempt.step + 1 for attempt in self.attempts)
+
+    @property
+    def settled_steps(self) -> tuple[LoggedStep, ...]:
+        """The steps without warm-up."""
+        return tuple(step for step in self.steps if step.step not in self.warm_up)
+
+    @property
     def ranks(self) -> int:
         """Number of ranks of the last attempt; from the rank files where it was not written."""
         written = [attempt.ranks for attempt in self.attempts if attempt.ranks]

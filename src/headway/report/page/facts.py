@@ -154,13 +154,13 @@ def _steps(history: RunHistory) -> Fact:
 
 
 def _throughput(history: RunHistory) -> Fact | None:
-    rates = [step.rate for step in history.steps if math.isfinite(step.rate)]
+    steps = history.settled_steps or history.steps
+    rates = [step.rate for step in steps if math.isfinite(step.rate)]
     if not rates:
         return None
-    # Without the first step, which is warm-up.
-    middle = statistics.median(rates[1:] or rates)
+    middle = statistics.median(rates)
     tokens = _tokens(history)
-    seconds = [step.seconds for step in history.steps if math.isfinite(step.seconds)]
+    seconds = [step.seconds for step in steps if math.isfinite(step.seconds)]
     detail = f"median step {format_seconds(statistics.median(seconds))}" if seconds else ""
     if tokens:
         detail = f"{number(middle * tokens)} tokens/s; {detail}".rstrip("; ")

@@ -100,8 +100,7 @@ def _plan_line(plan: Plan | None, part: str) -> str:
 
 def exchange_figures(history: RunHistory) -> list[Fact]:
     """Exposed seconds, hidden fraction and bytes of a step; what is not known is left out."""
-    warm_up = {attempt.step + 1 for attempt in history.attempts}
-    steps = [step for step in history.steps if step.step not in warm_up] or list(history.steps)
+    steps = history.settled_steps or history.steps
     exposed = [step.exposed for step in steps if math.isfinite(step.exposed)]
     hidden = [step.overlap for step in steps if math.isfinite(step.overlap)]
     wire = [step.wire_bytes for step in steps if math.isfinite(step.wire_bytes)]
@@ -437,8 +436,7 @@ def measured_parts(measured: Shares) -> dict[str, float]:
 def _prediction_facts(
     history: RunHistory, prediction: Prediction, slowest: Shares
 ) -> Iterator[Fact]:
-    warm_up = {attempt.step + 1 for attempt in history.attempts}
-    seconds = [s.seconds for s in history.steps if s.step not in warm_up and s.seconds > 0]
+    seconds = [s.seconds for s in history.settled_steps if s.seconds > 0]
     middle = statistics.median(seconds or [slowest.seconds])
     yield Fact(
         "Step, median",

@@ -64,11 +64,10 @@ class Shares:
 
 def shares(history: RunHistory) -> tuple[Shares, ...]:
     """Where each rank's time went; the first step of every attempt is left out as warm-up."""
-    warm_up = {attempt.step + 1 for attempt in history.attempts}
     found = []
     for rank, steps in sorted(history.rank_steps.items()):
         timed = [step for step in steps if step.seconds > 0]
-        warm = [step for step in timed if step.step not in warm_up] or timed
+        warm = [step for step in timed if step.step not in history.warm_up] or timed
         if warm:
             found.append(_mean(rank, warm))
     return tuple(found)
@@ -103,8 +102,7 @@ def representative_step(history: RunHistory) -> int | None:
         return None
     most = max(len(trace.ranks) for trace in traces.values())
     complete = [step for step, trace in traces.items() if len(trace.ranks) == most]
-    warm_up = {attempt.step + 1 for attempt in history.attempts}
-    warm = [step for step in complete if step not in warm_up] or complete
+    warm = [step for step in complete if step not in history.warm_up] or complete
     ordered = sorted(warm, key=lambda step: (_length(traces[step]), step))
     # The shorter of two in the middle: it must be a step that there is.
     return ordered[(len(ordered) - 1) // 2]

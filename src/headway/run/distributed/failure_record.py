@@ -8,7 +8,6 @@ the first primary one. Imports no torch.
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 import traceback
@@ -16,15 +15,14 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import headway
 from headway import errors
 from headway.errors import HeadwayError, PeerLost, WorkerFailed
+from headway.user_frames import innermost_user_frame
 
 FAILURES_FOLDER = "failures"
 # Attributes on exceptions, which keep their class and text on the way to the launcher.
 _JOB_ERROR = "headway_job_error"
 _ELSEWHERE = "headway_reported_elsewhere"
-_OWN_CODE = (str(Path(headway.__file__).parent), f"{os.sep}torch{os.sep}", "<frozen ")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,9 +117,8 @@ def summarize_exception(error: BaseException) -> str:
 def _explained(error: BaseException) -> WorkerFailed:
     """A foreign exception, with the line of the user's code that it came from."""
     frames = traceback.extract_tb(error.__traceback__)
-    foreign = [f for f in frames if not any(part in f.filename for part in _OWN_CODE)]
     why = summarize_exception(error)
-    for frame in (foreign or frames)[-1:]:
+    if frame := innermost_user_frame(frames) or (frames[-1] if frames else None):
         why += f" ({frame.filename}:{frame.lineno}, in {frame.name})"
     return WorkerFailed("an exception stopped this rank", why=why)
 

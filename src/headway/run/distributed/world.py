@@ -28,7 +28,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from headway.errors import HeadwayError, PeerLost, Stalled, UsageError, WorkerFailed
+from headway.comm.exchange_errors import is_exchange_error, is_timeout
+from headway.errors import (
+    TIMEOUT_SECONDS,
+    HeadwayError,
+    PeerLost,
+    Stalled,
+    UsageError,
+    WorkerFailed,
+)
 from headway.run.distributed.failure_record import (
     mark_reported_elsewhere,
     name_ranks,
@@ -44,9 +52,6 @@ from headway.run.distributed.heartbeat import (
 )
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.rendezvous import join_rendezvous
-
-TIMEOUT_SECONDS = 300.0
-"""Longest wait for another process, where nobody says how long."""
 
 
 def open_sockets() -> dict[int, str]:
@@ -231,16 +236,12 @@ class Watchdog:
             os._exit(error.exit_code)
 
 
-_TIMED_OUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
 _BROKEN = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket (closed|error)|read error|write error"
     r"|remote peer|peer closed|no route to host|network is unreachable|ncclRemoteError"
     r"|ncclSystemError|connectFullMesh|pair .* (closed|error)|failed to (send|recv|connect)"
     r"|recvValue failed|aborted",
     re.IGNORECASE,
-)
-_EXCHANGE = re.compile(
-    r"gloo|nccl|c10d|connection|socket|wait timeout|pair closure|store|pipe", re.IGNORECASE
 )
 _FAREWELL_SECONDS = 2.0
 # For rank 0's verdict to arrive after an exchange broke.
@@ -505,9 +506,9 @@ def translate_exception(error: RuntimeError, world: World, doing: str) -> Headwa
         world: Asked which rank is lost or, after a time-out, missing; this takes up to 5 s.
     """
     text = str(error)
-    if not (isinstance(error, dist.DistError) or _EXCHANGE.search(text)):
+    if not is_exchange_error(error):
         return None
-    if _TIMED_OUT.search(text):
+    if is_timeout(error):
         return world.lost() or _stalled(world, doing)
     if isinstance(error, dist.DistError) or _BROKEN.search(text):
         return world.lost(_NEWS_SECONDS) or PeerLost(

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from headway.capture.benchmark.kernels import cores_in_use, measure_kernels
+from headway.capture.benchmark.kernels import measure_kernels
 from headway.capture.benchmark.links import (
     measure_exchanges,
     measure_overlap,
@@ -29,6 +29,7 @@ from headway.capture.benchmark.links import (
     slowest_of,
 )
 from headway.capture.benchmark.timer import ROUNDS_SECONDS, Slowest, Visit, slowest_of_one
+from headway.cluster.local_machine import cores_in_use
 from headway.cluster.measurement import IdleStep, LinkReadings, RankReadings
 from headway.data import RankBatch
 from headway.plans import PipelinePlan, Plan, data_parallel, pipelined

@@ -7,7 +7,6 @@ headway's; the original error is its cause. This module does not import torch; t
 from __future__ import annotations
 
 import ast
-import difflib
 import functools
 import importlib
 import importlib.machinery
@@ -15,7 +14,6 @@ import importlib.util
 import inspect
 import linecache
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +23,7 @@ from typing import Any
 
 from headway.documents import nearest
 from headway.errors import HeadwayError, RecipeError
+from headway.user_frames import is_project_file
 
 
 @contextmanager
@@ -85,7 +84,7 @@ def locate_reference(reference: str, *, where: str = "") -> None:
     spec = _find(module_name)
     if spec is None:
         raise _missing_module(module_name, where)
-    if spec.origin is None or not spec.origin.endswith(".py") or not _is_users(spec.origin):
+    if spec.origin is None or not spec.origin.endswith(".py") or not is_project_file(spec.origin):
         return
     try:
         tree = ast.parse(Path(spec.origin).read_bytes(), filename=spec.origin)
@@ -217,7 +216,7 @@ def user_frame(error: BaseException) -> tuple[str, str]:
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return f"{_short(error.filename)}:{error.lineno}", (error.text or "").strip()
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if _is_users(frame.filename)] or list(frames)
+    theirs = [frame for frame in frames if is_project_file(frame.filename)] or list(frames)
     if not theirs:
         return "", ""
     frame = theirs[-1]
@@ -260,21 +259,14 @@ def _not_importable(module_name: str, error: BaseException, where: str) -> Recip
 
 def _missing_module(module_name: str, where: str) -> RecipeError:
     return RecipeError(
-        f"module {module_name} is not found{_close(module_name, _modules_nearby())}",
+        f"module {module_name} is not found{nearest(module_name, _modules_nearby())}",
         where=where,
         why="Looked beside the recipe, in the current folder and among the installed packages.",
     )
 
 
 def _missing_name(module_name: str, name: str, legal: list[str], where: str) -> RecipeError:
-    hint = nearest(name, legal) if len(legal) <= 20 else _close(name, legal)
-    return RecipeError(f"module {module_name} has no {name}{hint}", where=where)
-
-
-def _close(word: str, legal: list[str]) -> str:
-    # Unlike `nearest`, for lists that are too long to be shown.
-    close = difflib.get_close_matches(word, legal, n=2, cutoff=0.6)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
+    return RecipeError(f"module {module_name} has no {name}{nearest(name, legal)}", where=where)
 
 
 def _reason(error: BaseException) -> str:
@@ -286,7 +278,7 @@ def _modules_nearby() -> list[str]:
     """Names of modules and packages that lie in the folders of the user."""
     found: set[str] = set()
     for path in (Path(folder or ".") for folder in sys.path):
-        if _is_users(str(path.absolute())) and path.is_dir():
+        if is_project_file(str(path.absolute())) and path.is_dir():
             found |= {entry.stem for entry in path.glob("*.py") if entry.stem.isidentifier()}
             found |= {entry.parent.name for entry in path.glob("*/__init__.py")}
     return sorted(found)
@@ -328,17 +320,6 @@ def _defined(tree: ast.Module) -> set[str] | None:
             case ast.Call(func=ast.Name(id="globals" | "setattr" | "exec")):
                 return None
     return None if names & {"*", "__getattr__"} else names
-
-
-def _installed() -> tuple[str, ...]:
-    """Folders whose code is not the user's."""
-    kinds = ("stdlib", "platstdlib", "purelib", "platlib")
-    paths = {sysconfig.get_path(kind) for kind in kinds}
-    return (*sorted(paths), str(Path(__file__).resolve().parents[2]))
-
-
-def _is_users(file: str) -> bool:
-    return not file.startswith(("<", *_installed())) and not file.endswith(".zip")
 
 
 def _short(file: str) -> str:

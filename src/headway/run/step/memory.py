@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import os
 import resource
 import sys
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from headway.cluster.local_machine import memory_bytes
 from headway.errors import UsageError
 
 
@@ -40,14 +40,10 @@ def resident_bytes(device: torch.device) -> int:
 
 def share_of_memory(local_ranks: int) -> int:
     """Bytes that a rank may fill with samples: half of its share of what this machine gives."""
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    container = Path("/sys/fs/cgroup/memory.max")
-    text = container.read_text().strip() if container.is_file() else ""
-    shared = min(machine, int(text)) if text.isdigit() else machine
     # These are limits of each process, and not divided by the ranks.
     limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
     own = (limit for limit in limits if limit != resource.RLIM_INFINITY)
-    return min((shared // local_ranks, *own)) // 2
+    return min((memory_bytes() // local_ranks, *own)) // 2
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3

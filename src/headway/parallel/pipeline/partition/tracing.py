@@ -28,7 +28,8 @@ from torch.fx.proxy import Attribute
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 
 from headway.errors import PlanError, RunError
-from headway.parallel.stages import ModelCall, flatten, is_payload, is_user_file, user_line
+from headway.parallel.stages import ModelCall, flatten, is_payload, user_line
+from headway.user_frames import innermost_user_frame
 
 PlainAttribute = tuple[str, str]
 """(module, name)"""
@@ -567,6 +568,5 @@ def _reason(error: Exception) -> str:
 
 def _line_of(error: Exception) -> str:
     """The innermost line of the user's own code in the traceback."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if is_user_file(frame.filename)]
-    return f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}" if own else ""
+    frame = innermost_user_frame(traceback.extract_tb(error.__traceback__))
+    return f"{frame.filename}:{frame.lineno}, in {frame.name}" if frame else ""

@@ -13,7 +13,6 @@ which this rank stands.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headway.channel.stream import TensorStream, open_stream
-from headway.errors import HeadwayError, PeerLost, PlanError, Stalled
+from headway.comm.exchange_errors import is_exchange_error, is_timeout
+from headway.errors import TIMEOUT_SECONDS, HeadwayError, PeerLost, PlanError, Stalled
 from headway.parallel.fsdp import defer_gradient_sync, explain_fsdp_conflicts, reshard_fsdp_modules
 from headway.parallel.pipeline.runtime.p2p import (
     LocalStageLink,
@@ -49,8 +49,6 @@ from headway.parallel.stages import LossFunction, ModelStages
 from headway.schedule.lowering import completed_sends, lower
 from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule
 
-_EXCHANGE = re.compile(r"gloo|nccl|c10d|connection|socket|wait timeout|pipe", re.IGNORECASE)
-_TIMED_OUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
 _WAITING = frozenset(
     {ActionKind.RECV, ActionKind.SEND, ActionKind.POST, ActionKind.SYNC, ActionKind.WAIT}
 )
@@ -71,15 +69,12 @@ def explain_distributed_error(
     # Another rank can only be the cause where this one waits for it.
     ours = position >= len(row) or row[position].kind in _WAITING
     text = str(error).partition("\n")[0]
-    # Errors of Gloo are bare RuntimeErrors, which only their text tells from a user's.
-    of_group = isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and _EXCHANGE.search(text)
-    )
+    of_group = is_exchange_error(error)
     of_stream = isinstance(error, PeerLost | Stalled)
     if not (ours and (of_group or of_stream)):
         error.add_note(where)
         return None
-    if isinstance(error, Stalled) or (of_group and _TIMED_OUT.search(text)):
+    if isinstance(error, Stalled) or (of_group and is_timeout(error)):
         return Stalled(
             f"{where}, and what it waits for does not come",
             why=text,
@@ -429,7 +424,7 @@ def open_shared_memory_streams(
     schedule: PipelineSchedule,
     together: Callable[[int, int], bool],
     *,
-    timeout: float = 300.0,
+    timeout: float = TIMEOUT_SECONDS,
 ) -> PipelineRanks:
     """The team with a stream to each rank it exchanges with and shares memory with; collective.
 
