@@ -14,7 +14,6 @@ import pytest
 from headway.errors import MissingExtra, UsageError
 from headway.report import read_history, write_report
 from headway.report.history.reader import read_json_lines
-from headway.report.history.records import LoggedAttempt
 from headway.report.page import facts
 from headway.report.pictures import step_timeline, training_curves
 from headway.report.pictures.canvas import COLOURS, draw, plain_axes
@@ -278,7 +277,7 @@ def test_the_page_states_the_headline_facts(run):
     assert found["Validation loss"].value == f"{loss_at(100) + 0.15:.4g}"
     assert found["Steps"].value == "120"
     assert found["Steps"].detail == "7 680 samples, epoch 1"
-    assert found["Throughput"].value == "155.8"
+    assert found["Throughput"].value == "156"
     assert found["Throughput"].detail == "19 939 tokens/s; median step 411 ms"
     assert (found["Restarts"].value, found["Restarts"].detail) == ("1", "7 steps done again")
     assert found["Last checkpoint"].value == "step 100"
@@ -467,11 +466,9 @@ def test_the_representative_step_is_of_middle_length_and_not_the_first():
         )
 
     traces = {1: trace(9), 2: trace(1), 3: trace(5), 4: trace(6, ranks=1), 5: trace(3)}
-    first = SimpleNamespace(attempts=(LoggedAttempt(step=0),), traces=traces)
+    first = SimpleNamespace(warm_up={1}, traces=traces)
     assert step_timeline.representative_step(first) == 5
-    restarted = SimpleNamespace(
-        attempts=(LoggedAttempt(step=1), LoggedAttempt(step=4)), traces=traces
-    )
+    restarted = SimpleNamespace(warm_up={2, 5}, traces=traces)
     assert step_timeline.representative_step(restarted) == 3
 
 

@@ -198,13 +198,16 @@ def test_waits_in_the_next_step_do_not_make_a_step_long():
         return Timeline.of([compute("forward", 0, seconds), compute("wait", wait, wait + 0.1)])
 
     traces = {2: trace(1, 9), 3: trace(2, 2), 4: trace(3, 3)}
-    assert step_timeline.representative_step(SimpleNamespace(attempts=(), traces=traces)) == 3
+    assert step_timeline.representative_step(SimpleNamespace(warm_up=(), traces=traces)) == 3
 
 
 def test_a_step_of_which_only_the_checkpoint_is_known_is_not_the_one_that_is_drawn():
     saved = Span(rank=0, lane="checkpoint", kind="checkpoint", label="", start=0, end=5)
     traces = {3: Timeline.of([compute("forward", 0, 9)]), 6: Timeline.of([saved])}
-    assert step_timeline.representative_step(SimpleNamespace(attempts=(), traces=traces)) == 3
+    assert step_timeline.representative_step(SimpleNamespace(warm_up=(), traces=traces)) == 3
     assert (
-        step_timeline.representative_step(SimpleNamespace(attempts=(), traces={6: traces[6]})) == 6
+        step_timeline.representative_step(
+            SimpleNamespace(warm_up=frozenset(), traces={6: traces[6]})
+        )
+        == 6
     )

@@ -151,7 +151,7 @@ def test_every_command_exists_and_has_a_page(capsys):
     ("words", "message"),
     [
         (["trian"], "there is no command 'trian'; did you mean train?"),
-        (["plan", "shw"], "there is no command 'plan shw'; did you mean plan show?"),
+        (["plan", "shw"], "there is no command 'plan shw'; did you mean plan show or plan search?"),
         (
             ["zzz"],
             "legal: checkpoint, cluster, collective, demo, exchange, explain, plan, report, "

@@ -146,7 +146,7 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+@pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
 def test_a_message_brings_the_value_and_its_strides(value):
     layout, leaves = MessageFormat.of([value])
     packed = layout.pack(leaves)

@@ -238,7 +238,7 @@ def test_without_a_plan_the_search_finds_one(run):
         (("--change", "link nod 2x"), "did you mean node"),
         (("--change", "link rack 2x"), "The cluster has rank-rank, node-node, node, cluster"),
         (("--change", "link node fast"), "fast"),
-        (("--change", "link node 0x"), "more than nothing is needed"),
+        (("--change", "link node 0x"), "a value above 0 is needed"),
         (("--change", "device weight 2x"), "peak, memory-rate"),
         (("--change", "device lunches 2x"), "did you mean launches"),
         (("--change", "device v100 peak 2x"), "no devices 'v100'"),

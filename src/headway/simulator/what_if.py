@@ -176,7 +176,7 @@ def _value(text: str, parse: Callable[[str], float], sentence: str) -> tuple[flo
     except ValueError as error:
         raise UsageError(f"{sentence!r}: {error}", where="--change") from None
     if not (factor or value) or not math.isfinite(factor + value):
-        raise UsageError(f"{sentence!r}: more than nothing is needed", where="--change")
+        raise UsageError(f"{sentence!r}: a value above 0 is needed", where="--change")
     return factor, value
 
 
