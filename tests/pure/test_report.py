@@ -278,7 +278,7 @@ def test_the_page_states_the_headline_facts(run):
     assert found["Steps"].value == "120"
     assert found["Steps"].detail == "7 680 samples, epoch 1"
     assert found["Throughput"].value == "156"
-    assert found["Throughput"].detail == "19 939 tokens/s; median step 411 ms"
+    assert found["Throughput"].detail == "19 970 tokens/s; median step 410 ms"
     assert (found["Restarts"].value, found["Restarts"].detail) == ("1", "7 steps done again")
     assert found["Last checkpoint"].value == "step 100"
     assert (found["Verification"].value, found["Verification"].tone) == ("equal", "good")
