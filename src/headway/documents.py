@@ -4,6 +4,9 @@ The schema is the dataclass itself (checked by pydantic, which is used here and 
 a schema, and nowhere else). Each problem is one line with file, line, dotted key and what to write
 instead; unknown keys name the nearest legal key. Nothing is converted in silence: the text "5", the
 number 5.0 and true are not the whole number 5.
+
+`parse_toml` and `parse_json` are the parsers of all of headway: what is too deep, too large or too
+long for the code behind them is a ValueError here, and no RecursionError or endless loop there.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import difflib
 import json
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
@@ -51,36 +55,135 @@ _MISSING = ("missing", "missing_keyword_only_argument")
 _UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
 
 
+MAX_BYTES = 256 * 2**20
+"""Of a document; /dev/zero has no end."""
+MAX_DEPTH = 100
+"""Levels of tables and lists. Python's own limit is about 1000 calls, pydantic's 200 levels."""
+MAX_INTEGER = 2**63 - 1
+"""Largest whole number in a file that users write, as TOML 1.0 has it."""
+
+
 def read_document(path: Path, kind: type[T]) -> T:
     """Read a .toml or .json file into the dataclass `kind`.
 
     Raises:
         DocumentError: The file is missing, is not TOML/JSON, or has any problem; all are listed.
     """
-    where = str(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise DocumentError("cannot be read", where=where, problems=[reason]) from None
     toml = path.suffix.lower() == ".toml"
+    text = read_text(path)
     try:
-        data = tomllib.loads(text) if toml else json.loads(text, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
+        data = parse_toml(text) if toml else parse_json(text, max_integer=MAX_INTEGER)
+    except ValueError as error:
         language = "TOML" if toml else "JSON"
         raise DocumentError(
-            f"is not valid {language}", where=where, problems=[str(error)]
+            f"is not valid {language}", where=str(path), problems=[str(error)]
         ) from None
-    return to_type(data, kind, where=where, text=text)
+    return to_type(data, kind, where=str(path), text=text)
+
+
+def read_text(path: Path) -> str:
+    """The text of a file that a user wrote.
+
+    Raises:
+        DocumentError: It cannot be read, is no UTF-8, or has more than `MAX_BYTES`.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ValueError(f"it has more than {MAX_BYTES // 2**20} MiB")
+        return content.decode("utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise DocumentError("cannot be read", where=str(path), problems=[reason]) from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The tables of a TOML document.
+
+    Raises:
+        TOMLDecodeError: It is not TOML; a ValueError.
+        ValueError: It is too deep, or has a whole number of more than 64 bits.
+    """
+    # tomllib takes time that grows with the square of the parts of a dotted key.
+    for number, line in enumerate(text.splitlines(), start=1):
+        if _LONG_KEY.match(line):
+            raise ValueError(f"{_too_deep()} (line {number})")
+    try:
+        data = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(_too_deep()) from None
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError:  # Python's own limit for long integers, which advises programmers
+        raise ValueError(_too_large(MAX_INTEGER)) from None
+    check_limits(data, max_integer=MAX_INTEGER)
+    return data
+
+
+def parse_json(text: str | bytes, *, max_integer: int | None = None) -> Any:
+    """The value of a JSON document.
+
+    Args:
+        max_integer: Largest magnitude of a whole number; None: whatever Python reads.
+
+    Raises:
+        ValueError: It is not JSON or not UTF-8, too deep, has a key twice, or a number too large.
+    """
+    try:
+        data = json.loads(text, object_pairs_hook=_unique)
+    except RecursionError:
+        raise ValueError(_too_deep()) from None
+    except ValueError as error:
+        if str(error).startswith("Exceeds the limit"):  # for long integers; see `parse_toml`
+            raise ValueError(_too_large(MAX_INTEGER)) from None
+        raise
+    check_limits(data, max_integer=max_integer)
+    return data
+
+
+def check_limits(data: object, *, max_integer: int | None = None) -> None:
+    """Refuse plain data that recursive code could not walk, or that has numbers too large.
+
+    Raises:
+        ValueError: More than `MAX_DEPTH` levels, or a whole number beyond `max_integer`.
+    """
+    # Level by level, because a recursive check would fail of what it is to find.
+    level: list[Any] = [data]
+    for _ in range(MAX_DEPTH + 1):
+        if max_integer is not None and any(_is_beyond(item, max_integer) for item in level):
+            raise ValueError(_too_large(max_integer))
+        level = [inner for item in level for inner in _items_of(item)]
+        if not level:
+            return
+    raise ValueError(_too_deep())
+
+
+def _items_of(value: object) -> Sequence[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else ()
+
+
+def _is_beyond(value: object, limit: int) -> bool:
+    return isinstance(value, int) and not -limit - 1 <= value <= limit
+
+
+def _too_deep() -> str:
+    return f"tables and lists are nested more than {MAX_DEPTH} deep"
+
+
+def _too_large(limit: int) -> str:
+    return f"a whole number has more than {limit.bit_length() + 1} bits"
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; TOML forbids a key that stands twice, JSON's parser would keep the last."""
     table = dict(pairs)
     if len(table) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = sorted({key for key in keys if keys.count(key) > 1})
-        raise ValueError(f"the same key stands twice: {', '.join(twice)}")
+        counts = Counter(key for key, _ in pairs)
+        twice = sorted(key for key, count in counts.items() if count > 1)
+        raise ValueError(f"the same key stands twice: {', '.join(twice[:MOST_LISTED])}")
     return table
 
 
@@ -273,6 +376,7 @@ def _json_keys(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
 
 _TOML_NAME = r"""(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')"""
 _TOML_KEY = rf"{_TOML_NAME}(?:\s*\.\s*{_TOML_NAME})*"
+_LONG_KEY = re.compile(rf"\s*\[?\[?\s*(?:{_TOML_NAME}\s*\.\s*){{{MAX_DEPTH}}}")
 _TOML_HEADER = re.compile(rf"^\s*(\[\[?)\s*({_TOML_KEY})\s*\]")
 _TOML_ENTRY = re.compile(rf"^\s*({_TOML_KEY})\s*=")
 

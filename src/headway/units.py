@@ -29,7 +29,7 @@ def _parse(text: str | float, units: Mapping[str, float], kind: str, bare: str |
     if match is not None:
         number, unit = match.groups()
         factor = units.get(unit or (bare or ""))
-        if factor is not None and math.isfinite(float(number)):
+        if factor is not None and math.isfinite(float(number) * factor):
             return float(number) * factor
     legal = ", ".join(u for u in units if u)
     raise ValueError(f"{text!r} is not a {kind}; write a number and one of: {legal}")

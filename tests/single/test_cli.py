@@ -458,3 +458,15 @@ def test_degrees_of_a_function_are_checked_before_any_worker_starts():
     with pytest.raises(PlanError, match="6 processes are no multiple of 9 ranks"):
         default_plan(both.document, 6)
     assert default_plan(both.document, 9) is None
+
+
+@pytest.mark.parametrize("command", ["train", "verify"])
+def test_no_machine_holds_so_many_processes(folder, capsys, command):
+    assert cli.main([command, "support.recipes:mlp", "-n", str(2**31)]) == 1
+    assert "cannot start 2147483648 processes" in capsys.readouterr().err
+    assert not (folder / "runs").exists()
+
+
+def test_a_directory_name_longer_than_any(folder, capsys):
+    assert cli.main(["train", "support.recipes:mlp", "-d", "x" * 300]) == 1
+    assert "there can be no such run directory: File name too long" in capsys.readouterr().err

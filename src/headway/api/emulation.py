@@ -24,6 +24,7 @@ from headway.launch.emulation import (
     pacing_limits,
 )
 from headway.launch.namespaces import enter_user_namespace
+from headway.launch.preflight import check_processes
 from headway.run.distributed.launch_env import LaunchEnv
 
 
@@ -145,4 +146,5 @@ def count_ranks(
                 fix="Leave --processes out: the launcher decides.",
             )
         return place.ranks
+    check_processes(processes or default)  # here, before anything is made for the run
     return processes or default

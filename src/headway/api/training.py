@@ -7,7 +7,6 @@ started, or starts local workers through torch's elastic agent.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import warnings
@@ -30,6 +29,7 @@ from headway.api.plan_selection import (
 )
 from headway.api.schedule_table import recipe_overrides
 from headway.cluster import Fault, check_faults
+from headway.documents import parse_json
 from headway.errors import TIMEOUT_SECONDS, HeadwayError, UsageError
 from headway.launch.emulation import EmulatedCluster, PacedCluster
 from headway.launch.faults import FaultInjector
@@ -395,7 +395,9 @@ def _next_attempt(run: RunDirectory) -> int:
     attempts = [-1]  # without any event the next attempt is 0
     for line in run.events_file.read_bytes().splitlines() if run.events_file.exists() else ():
         try:
-            attempts.append(json.loads(line).get("attempt") or 0)
+            event = parse_json(line)
         except ValueError:  # the last line of a process that was killed
             continue
+        attempt = event.get("attempt") if isinstance(event, dict) else None
+        attempts.append(attempt if isinstance(attempt, int) else 0)
     return max(attempts) + 1

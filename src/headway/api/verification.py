@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from headway.api.inputs import PlanInput, RecipeInput, resolve_plan, sendable_recipe
 from headway.errors import NotEqual, UsageError
 from headway.launch.forkserver import gc_paused, start_forkserver
+from headway.launch.preflight import check_processes
 from headway.run.recipe.check import check_recipe
 
 if TYPE_CHECKING:
@@ -149,6 +150,8 @@ def verify(
             f"--processes {','.join(map(str, counts))}: not a list of positive numbers",
             fix="Write --processes 1,2,4.",
         )
+    for count in counts:
+        check_processes(count)
     if steps < 1:
         raise UsageError(f"--steps {steps}: at least 1")
     start_forkserver(1, ("headway.verification",))  # its imports run beside the one here

@@ -29,20 +29,34 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from headway.documents import document, to_type
+from headway.documents import MAX_DEPTH, check_limits, document, parse_json, to_type
 from headway.errors import CheckpointDamaged, CheckpointError, DocumentError
 
 
-def encode_facts(value: Any, path: str = "facts") -> Any:
+def encode_facts(value: Any) -> Any:
     """The JSON form of nested plain values.
 
     Args:
         value: None, bool, int, float, str, bytes; list, tuple, dict, OrderedDict, Counter of such.
-        path: Where the value stands, for messages.
 
     Raises:
-        CheckpointError: A value of another type; the message names its path.
+        CheckpointError: A value of another type; the message names its path. Or values nested
+            deeper than `Manifest.from_json` reads.
     """
+    try:
+        encoded = _encode(value, "facts")
+        check_limits([encoded])  # in a manifest they are one level down
+    except (RecursionError, ValueError):
+        raise CheckpointError(
+            "the facts cannot be stored in a checkpoint",
+            why=f"they are nested deeper than {MAX_DEPTH} levels of JSON; a tuple counts twice, "
+            "an ordered dictionary three times",
+            fix="store a flat form of them",
+        ) from None
+    return encoded
+
+
+def _encode(value: Any, path: str) -> Any:
     kind = type(value)
     # The exact types only: an IntEnum or numpy's str_ would come back as another type.
     if value is None or kind in (bool, int, str):
@@ -52,7 +66,7 @@ def encode_facts(value: Any, path: str = "facts") -> Any:
     if kind is bytes:
         return {"$bytes": base64.b64encode(value).decode("ascii")}
     if kind is list or kind is tuple:
-        items = [encode_facts(item, f"{path}[{number}]") for number, item in enumerate(value)]
+        items = [_encode(item, f"{path}[{number}]") for number, item in enumerate(value)]
         return items if kind is list else {"$tuple": items}
     if kind in (dict, OrderedDict, Counter):
         return _encode_mapping(value, path)
@@ -69,9 +83,9 @@ def _encode_mapping(value: Mapping[Any, Any], path: str) -> Any:
     kind = type(value)
     plain = all(type(key) is str and not key.startswith("$") for key in value)
     if kind is dict and plain:
-        return {key: encode_facts(item, f"{path}.{key}") for key, item in value.items()}
+        return {key: _encode(item, f"{path}.{key}") for key, item in value.items()}
     pairs = [
-        [encode_facts(key, f"{path} key {key!r}"), encode_facts(item, f"{path}[{key!r}]")]
+        [_encode(key, f"{path} key {key!r}"), _encode(item, f"{path}[{key!r}]")]
         for key, item in value.items()
     ]
     return {{dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}[kind]: pairs}
@@ -301,7 +315,7 @@ def _is_inside(chunk: StoredChunk, shape: tuple[int, ...]) -> bool:
 
 def _parse_manifest(text: str, where: str) -> dict[str, Any]:
     try:
-        body = json.loads(text)
+        body = parse_json(text)
     except ValueError as error:
         raise CheckpointDamaged("the manifest is not JSON", where=where, why=str(error)) from None
     if not isinstance(body, dict) or "format" not in body:
@@ -402,7 +416,7 @@ def read_header(path: Path) -> tuple[list[SafetensorsEntry], dict[str, str]]:
     except OSError as error:
         raise CheckpointError("cannot be read", where=str(path), why=str(error)) from None
     try:
-        table = json.loads(text)
+        table = parse_json(text)
         metadata = dict(table.pop("__metadata__", {}))
         stored = [_safetensors_entry(key, row, 8 + length, path) for key, row in table.items()]
     except (ValueError, TypeError, KeyError, AttributeError) as error:

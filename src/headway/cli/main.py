@@ -9,6 +9,7 @@ are needed for the overview, which therefore is quick.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import warnings
@@ -110,6 +111,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
+        # Any word of a command line may be looked for as a file.
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            long = UsageError(f"no file has so long a name: {error.filename}")
+            return show_error(long, trace=trace)
         return show_bug(error)
 
 

@@ -71,6 +71,10 @@ class Pair:
         return "-".join(self.nodes)
 
 
+MAX_RANKS = 2**18
+"""Of a cluster: more than the largest ones have. Each has its place in a table."""
+
+
 def _nodes(value: object) -> object:
     """A count becomes names; names become tables."""
     # Python takes true for the number 1; `nodes = true` is a mistake.
@@ -84,7 +88,13 @@ def _nodes(value: object) -> object:
 
 
 def node_names(count: int) -> list[str]:
-    """a, b, c, ...; for more than 26 nodes n0, n1, n2, ..."""
+    """a, b, c, ...; for more than 26 nodes n0, n1, n2, ...
+
+    Raises:
+        ValueError: More than `MAX_RANKS`.
+    """
+    if count > MAX_RANKS:
+        raise ValueError(f"{count} nodes: at most {MAX_RANKS}")
     letters = string.ascii_lowercase
     return list(letters[:count]) if count <= len(letters) else [f"n{i}" for i in range(count)]
 
@@ -163,16 +173,24 @@ class Cluster:
         counts = (n.processes if n.processes is not None else self.processes for n in self.nodes)
         return tuple((n, local) for n, count in enumerate(counts) for local in range(count))
 
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        """The number of the node of each name; of a name that stands twice the first."""
+        found: dict[str, int] = {}
+        for number, node in enumerate(self.nodes):
+            found.setdefault(node.name, number)
+        return found
+
     def node(self, name: str) -> Node:
         """The node of a name.
 
         Raises:
             KeyError: There is none.
         """
-        for node in self.nodes:
-            if node.name == name:
-                return node
-        raise KeyError(f"no node {name!r}{nearest(name, self.names)}")
+        number = self._numbers.get(name)
+        if number is None:
+            raise KeyError(f"no node {name!r}{nearest(name, self.names)}")
+        return self.nodes[number]
 
     def processes_of(self, name: str) -> int:
         own = self.node(name).processes
@@ -319,12 +337,16 @@ class Cluster:
                     f"nodes.{number}.name: {node.name!r} is no name; use letters, digits, "
                     '"_" and "."'
                 )
-            if self.names.index(node.name) < number:
+            if self._numbers[node.name] < number:
                 yield f"nodes.{number}.name: {node.name!r} stands twice"
             if node.processes is not None and node.processes < 1:
                 yield f"nodes.{number}.processes: {node.processes}; at least 1"
             if node.rate is not None:
                 yield from Link(rate=node.rate).problems(f"nodes.{number}.rate")
+        own = (node.processes for node in self.nodes)
+        ranks = sum(self.processes if count is None else count for count in own)
+        if ranks > MAX_RANKS:
+            yield f"processes: {ranks} on all nodes; at most {MAX_RANKS}"
 
     def _device_problems(self) -> Iterator[str]:
         users = {"device": self.device}
@@ -342,17 +364,17 @@ class Cluster:
                 yield from link.problems(name)
 
     def _pair_problems(self) -> Iterator[str]:
-        seen: list[frozenset[str]] = []
+        seen = set[frozenset[str]]()
         for number, pair in enumerate(self.links):
             key, ends = f"links.{number}", frozenset(pair.nodes)
-            unknown = [name for name in pair.nodes if name not in self.names]
+            unknown = [name for name in pair.nodes if name not in self._numbers]
             for name in unknown:
                 yield f"{key}.nodes: no node {name!r}{nearest(name, self.names)}"
             if len(pair.nodes) != 2 or len(ends) != 2:
                 yield f'{key}.nodes: a link has two different ends, as in ["a", "b"]'
             if ends in seen:
                 yield f"{key}.nodes: the link {pair.name} stands twice"
-            seen.append(ends)
+            seen.add(ends)
             yield from Link(rate=pair.rate, latency=pair.latency or 0.0).problems(key)
             if not unknown:
                 yield from self._too_fast(key, pair)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from headway.cluster.cluster import Cluster, Node, node_names, read_cluster
+from headway.cluster.cluster import MAX_RANKS, Cluster, Node, node_names, read_cluster
 from headway.cluster.datasheets import Datasheet, datasheet_of
 from headway.cluster.device import Device
 from headway.cluster.link import Level, Link
@@ -78,7 +78,7 @@ def of_preset(name: str, *, nodes: int = 1) -> Cluster:
     """A cluster of like nodes: of_preset("dgx-a100", nodes=8).
 
     Raises:
-        UsageError: No such preset; names the nearest one.
+        UsageError: No such preset; names the nearest one. Or too many nodes.
         DocumentError: Fewer than one node.
     """
     if name not in PRESETS:
@@ -87,6 +87,8 @@ def of_preset(name: str, *, nodes: int = 1) -> Cluster:
             fix="`headway cluster presets` lists them; or give the path of a cluster.toml.",
         )
     preset = PRESETS[name]
+    if nodes > MAX_RANKS:
+        raise UsageError(f"{nodes} nodes are too many", fix=f"Ask for at most {MAX_RANKS}.")
     inside, between = preset_levels(datasheet_of(preset.device), UPLINKS[preset.uplink])
     cluster = Cluster(
         nodes=tuple(Node(name=node) for node in node_names(nodes)),

@@ -8,7 +8,6 @@ that the fault has happened already. A slow rank stays slow when it is restarted
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from contextlib import closing
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headway.cluster import CutLink, Fault, KillRank, SlowRank
+from headway.documents import parse_json
 from headway.launch.cpu_throttle import ProcessThrottle
 from headway.launch.emulation import EmulatedCluster, PacedCluster
 from headway.run.distributed.launch_env import LaunchEnv
@@ -135,7 +135,7 @@ class FaultInjector:
         path = RunDirectory(self.directory).events_file
         lines = path.read_bytes().splitlines() if path.exists() else []
         # A rank that was killed may have left half a line.
-        events = [json.loads(line) for line in lines if b'"fault"' in line and line.endswith(b"}")]
+        events = [parse_json(line) for line in lines if b'"fault"' in line and line.endswith(b"}")]
         return {
             event["text"]
             for event in events

@@ -6,6 +6,9 @@ from headway.cluster.local_machine import cores
 from headway.errors import UsageError
 from headway.run.distributed.launch_env import user_threads
 
+MAX_PROCESSES = 4096
+"""On one machine; each takes some 100 MB."""
+
 
 def check_processes(processes: int) -> tuple[str, ...]:
     """Check the number of processes for this machine.
@@ -14,13 +17,13 @@ def check_processes(processes: int) -> tuple[str, ...]:
         Warnings, each one sentence.
 
     Raises:
-        UsageError: Fewer than one process.
+        UsageError: Fewer than one process, or more than a machine can hold.
     """
-    if processes < 1:
+    if not 1 <= processes <= MAX_PROCESSES:
         raise UsageError(
             f"cannot start {processes} processes",
             where="--processes",
-            fix="Give at least 1.",
+            fix=f"Give at least 1 and at most {MAX_PROCESSES}.",
         )
     available = cores()
     if processes <= available:

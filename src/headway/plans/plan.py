@@ -20,6 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+from headway.cluster.cluster import MAX_RANKS
 from headway.collective.all_reduce.algorithm import AllReduceOptions
 from headway.documents import document, read_document, to_type
 from headway.errors import DocumentError, PlanError
@@ -238,7 +239,16 @@ def _wrong_types(plan: Plan) -> list[str]:
     return []
 
 
+MAX_AXES = 32
+"""Of a mesh; headway knows five."""
+
+
 def _illegal_values(plan: Plan) -> list[str]:
+    # First and alone: what is checked below takes time for every axis and every rank.
+    if len(plan.mesh.axes) > MAX_AXES:
+        return [f"mesh has {len(plan.mesh.axes)} axes; at most {MAX_AXES}"]
+    if plan.ranks > MAX_RANKS:
+        return [f"mesh has {plan.ranks} ranks; at most {MAX_RANKS}"]
     found: list[str] = []
     names = plan.mesh.names
     known = (plan.exchange.axis, SHARD_AXIS, SPACE, TENSOR, PIPE_AXIS)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import sys
 import threading
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, TextIO
 
-from headway.documents import to_type
+from headway.documents import parse_json, to_type
 from headway.plans.prediction import Prediction
 from headway.units import format_bytes, format_seconds
 
@@ -254,7 +253,7 @@ class JsonLinesTail:
 def _events(data: bytes) -> Iterator[Event]:
     for line in data.splitlines():
         try:
-            event = json.loads(line)
+            event = parse_json(line)
         except ValueError:  # the last line of a process that was killed
             continue
         if isinstance(event, dict):

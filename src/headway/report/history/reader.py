@@ -12,7 +12,6 @@ for it. Clocks of several machines may differ, so the start is clipped to the en
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from headway.documents import parse_json
 from headway.errors import UsageError
 from headway.report.history.records import (
     LoggedAttempt,
@@ -90,10 +90,10 @@ def _read_text(path: Path) -> tuple[str | None, list[str]]:
 def read_json_objects(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """The JSON objects of a file that holds a list of them, or one; none where it is missing."""
     try:
-        value = json.loads(path.read_bytes())
+        value = parse_json(path.read_bytes())
     except FileNotFoundError:
         return [], []
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return [], [f"{path.name}: is not a list of JSON objects"]
     found = value if isinstance(value, list) else [value]
     return [row for row in found if isinstance(row, dict)], []
@@ -101,8 +101,8 @@ def read_json_objects(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 def _object(text: str) -> dict[str, Any] | None:
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = parse_json(text)
+    except ValueError:
         return None
     return value if isinstance(value, dict) else None
 

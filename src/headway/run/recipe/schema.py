@@ -12,15 +12,22 @@ problems with their lines.
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
+from tomllib import TOMLDecodeError
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from headway.documents import document, find_line, to_type
+from headway.documents import (
+    check_limits,
+    document,
+    find_line,
+    parse_toml,
+    read_text,
+    to_type,
+)
 from headway.errors import DocumentError, RecipeError
 from headway.optim.lr_scaling import Scaling
 from headway.plans import ExchangePlan, LayerSplit, PipelinePlan
@@ -94,11 +101,17 @@ def _reference(value: object) -> object:
     return value
 
 
+MAX_NAME_BYTES = 200
+"""Of a run's name; file systems take 255 bytes, and "-001" follows."""
+
+
 def _name(value: object) -> object:
     # The name becomes a directory.
     value = _text(value)
     if any(sign in str(value) for sign in "/\\\0") or str(value) in {".", ".."}:
         raise ValueError(f"{value!r} names the run directory; leave out slashes and dots alone")
+    if len(str(value).encode()) > MAX_NAME_BYTES:
+        raise ValueError(f"names the run directory; at most {MAX_NAME_BYTES} bytes")
     return value
 
 
@@ -317,14 +330,10 @@ def given_keys(path: Path | None, overrides: Sequence[str]) -> dict[str, tuple[s
 
 
 def _parse(path: Path) -> tuple[str, dict[str, Any]]:
+    text = read_text(path)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise DocumentError("cannot be read", where=str(path), problems=[reason]) from None
-    try:
-        return text, tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        return text, parse_toml(text)
+    except ValueError as error:
         problems = [str(error)]
         raise DocumentError("is not valid TOML", where=str(path), problems=problems) from None
 
@@ -399,7 +408,8 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
     second pair of quotes.
 
     Raises:
-        RecipeError: An override has no "=", or goes through a key that is not a table.
+        RecipeError: An override has no "=", goes through a key that is not a table, or is beyond
+            the limits of documents.
     """
     # Tables inside are changed as well, and `read_recipe` still needs the file as it was.
     changed = deepcopy(dict(raw))
@@ -418,11 +428,19 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
             if not isinstance(table, dict):
                 raise RecipeError(f"{name} in {key.strip()!r} is not a table", where="--set")
         table[last] = _value(text.strip())
+    try:
+        check_limits(changed)
+    except ValueError as error:
+        raise RecipeError(str(error), where="--set") from None
     return changed
 
 
 def _value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"value = {text}")["value"]
+    except TOMLDecodeError:
         return text
+    except ValueError as error:
+        raise RecipeError(
+            f"the value {text[:20]}... cannot be used: {error}", where="--set"
+        ) from None

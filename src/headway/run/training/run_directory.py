@@ -81,17 +81,29 @@ def choose_directory(
     name: str, given: str | Path | None, place: LaunchEnv, *, resume: bool
 ) -> Path:
     """The run directory. In a world of another launcher all ranks must come to the same one, so
-    that it is runs/NAME there, without a number."""
+    that it is runs/NAME there, without a number.
+
+    Raises:
+        UsageError: There is no run to resume, or the directory cannot be made: too long a name.
+        RunDirectoryTaken: It holds a run.
+    """
     if given is None and place.found_world:
         given = RUNS / name
-    if given is None:
-        return _newest(name) if resume else _next_free(name)
-    given = Path(given)
-    # Only the first rank of the first attempt: later ones find what this very run has written.
-    if place.attempt == 0 and place.rank == 0:
-        RunDirectory(given).check_free(resume=resume)
-        if resume and not RunDirectory(given).recipe_file.exists():
-            _LOG.info("%s holds no run yet; starting at step 0", given)
+    try:
+        if given is None:
+            return _newest(name) if resume else _next_free(name)
+        given = Path(given)
+        # Only the first rank of the first attempt: later ones find what this very run has written.
+        if place.attempt == 0 and place.rank == 0:
+            RunDirectory(given).check_free(resume=resume)
+            if resume and not RunDirectory(given).recipe_file.exists():
+                _LOG.info("%s holds no run yet; starting at step 0", given)
+    except OSError as error:
+        raise UsageError(
+            f"there can be no such run directory: {error.strerror}",
+            where=str(given or RUNS / name),
+            fix="Choose another --directory.",
+        ) from None
     return given
 
 

@@ -219,6 +219,10 @@ def schedule_options(words: Sequence[str]) -> tuple[ScheduleOption, ...]:
     return tuple(s for s in SCHEDULE_OPTIONS if s.name in words or "all" in words)
 
 
+MAX_FORWARDS = 2**20
+"""Of a table: forward passes of a micro-batch through a stage. Tables take about 1 KB for each."""
+
+
 def make_schedule(
     name: str,
     *,
@@ -239,10 +243,18 @@ def make_schedule(
 
     Raises:
         UsageError: No such schedule; names the nearest.
-        PlanError: The schedule is impossible with these numbers; names the legal ones.
+        PlanError: The schedule is impossible with these numbers; names the legal ones. Or its
+            table would be too large.
     """
     if name not in SCHEDULES:
         raise UsageError(f"no schedule {name!r}{nearest(name, list(SCHEDULES))}")
     kind = SCHEDULES[name]
+    forwards = stages * microbatches * (virtual if "virtual" in kind.options else 1)
+    if forwards > MAX_FORWARDS:
+        raise PlanError(
+            f"no schedule {name} with {stages} ranks and {microbatches} micro-batches",
+            problems=[f"its table would have {forwards} forward passes; at most {MAX_FORWARDS}"],
+            fix="Use fewer micro-batches or stages.",
+        )
     options = {"pipes": pipes, "virtual": virtual, "mode": mode}
     return kind.generate(stages, microbatches, **{key: options[key] for key in kind.options})
