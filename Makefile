@@ -7,10 +7,10 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install demo test test-all check format docs-check clean
+.PHONY: help venv install demo test test-all test-mutations check format docs-check clean
 
 help:  ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
 
 venv install: $(STAMP)  ## create .venv with everything that is needed, once
 
@@ -34,6 +34,9 @@ test: check  ## all checks, then all tests
 test-all: check  ## all checks, then all tests with every case of every enumeration (an hour)
 	@$(BIN)/python -m pytest --all-cases -n auto --maxprocesses 4 --dist loadfile \
 	  --no-loadscope-reorder --durations 25
+
+test-mutations: $(STAMP)  ## `headway verify` with each of the planted bugs, as a table (minutes)
+	@PYTHONPATH=src:tests $(BIN)/python -m mutations
 
 check: $(STAMP)  ## format, lint, types, direction of the imports
 	$(BIN)/ruff check

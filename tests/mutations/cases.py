@@ -1,0 +1,556 @@
+"""The recipes and plans that reach the planted bugs: tiny models, mostly on two processes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+import headway
+from headway import Recipe
+from headway.optim import LAMB, LARS
+from headway.plans import ExchangePart, ExchangePlan, LayerSplit, PipelinePlan
+from support.recipes import adamw, deep, late, mlp, normalised, sparse, tied, unused
+from support.split_recipes import (
+    Dropping,
+    Lines,
+    Segmenter,
+    Volumes,
+    estimator,
+    labelling,
+    speaking,
+)
+from support.tiny_models import (
+    CLASSES,
+    FEATURES,
+    Mlp,
+    Points,
+    Sentences,
+    Tied,
+    WithDropout,
+    cross_entropy,
+    ignoring_a_word,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A recipe, for so many processes.
+
+    Attributes:
+        whole: Saving, resuming and validation are verified as well.
+    """
+
+    name: str
+    processes: int
+    steps: int = 4
+    whole: bool = False
+    microbatches: bool = False
+
+    def verify(self) -> Any:
+        """The verdict of `headway.verify`."""
+        options: dict[str, Any] = {"processes": self.processes, "steps": self.steps}
+        if self.microbatches:
+            options["microbatches"] = True
+        if self.whole and "whole" in inspect.signature(headway.verify).parameters:
+            options["whole"] = True
+        return headway.verify(f"mutations.cases:{self.name}", **options)
+
+
+CASES: dict[str, Case] = {}
+
+
+MakeRecipe = Callable[[], Recipe]
+
+
+def case(processes: int = 2, **options: Any) -> Callable[[MakeRecipe], MakeRecipe]:
+    """Decorator: the recipe is verified on so many processes."""
+
+    def enter(function: MakeRecipe) -> MakeRecipe:
+        name = function.__name__
+        CASES[name] = Case(name=name, processes=processes, **options)
+        return function
+
+    return enter
+
+
+def tiny(
+    name: str, model: Callable[[], nn.Module] = Mlp, data: Any = Points, **more: Any
+) -> Recipe:
+    """40 samples in batches of 12 and micro-batches of 4, so that an epoch ends with 4 samples."""
+    facts: dict[str, Any] = {
+        "loss": cross_entropy, "optimizer": adamw, "batch": 12, "microbatch": 4, "stop": 8,
+        "seed": 5,
+    }  # fmt: skip
+    return Recipe(name=name, model=model, data=data, **(facts | more))
+
+
+def cosine(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+
+
+# ---- data parallelism, exact ------------------------------------------------------------------
+
+
+@case()
+def plain() -> Recipe:
+    """Micro-batches, a scheduler and a clip."""
+    return replace(mlp(), exchange=ExchangePlan(bucket="150"))
+
+
+@case(3)
+def three() -> Recipe:
+    return mlp()
+
+
+@case()
+def uneven_shares() -> Recipe:
+    return replace(mlp(), shares=(2.0, 1.0))
+
+
+@case()
+def dropping() -> Recipe:
+    return tiny("dropping", WithDropout)
+
+
+@case()
+def some_unused() -> Recipe:
+    return unused()
+
+
+class UsedBySome(nn.Module):
+    """Every third sample or so uses `extra`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main, self.extra = nn.Linear(FEATURES, CLASSES), nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wanted = x[:, 0] > 0.5
+        y: torch.Tensor = self.main(x)
+        return y + self.extra(x) * wanted[:, None] if wanted.any() else y
+
+
+@case(steps=8)
+def used_by_some() -> Recipe:
+    """Often by a sample of one rank and by none of the other."""
+    return tiny("used-by-some", UsedBySome, batch=4, microbatch=1)
+
+
+@case()
+def words() -> Recipe:
+    """Tied parameters, and a loss that counts words."""
+    exchange = ExchangePlan(bucket="300")
+    return tiny("words", Tied, Sentences, loss=ignoring_a_word, clip=0.5, exchange=exchange)
+
+
+@case()
+def sparse_rows() -> Recipe:
+    return sparse()
+
+
+@case()
+def priority() -> Recipe:
+    return replace(tied(), exchange=ExchangePlan(priority=True, bucket="150", chunk="100"))
+
+
+@case()
+def updates() -> Recipe:
+    return tiny("updates", exchange=ExchangePlan(reduce="adasum", values="updates"))
+
+
+@case(4)
+def ring() -> Recipe:
+    return replace(mlp(), exchange=ExchangePlan(collective="ring"))
+
+
+@case(4)
+def halving_doubling() -> Recipe:
+    return replace(mlp(), exchange=ExchangePlan(collective="halving-doubling"))
+
+
+@case(4)
+def servers() -> Recipe:
+    return replace(mlp(), exchange=ExchangePlan(collective="servers"))
+
+
+@case(4)
+def hierarchical() -> Recipe:
+    return replace(mlp(), exchange=ExchangePlan(collective="hierarchical"))
+
+
+@case()
+def auto_buckets() -> Recipe:
+    return replace(mlp(), exchange=ExchangePlan(bucket="auto"))
+
+
+# ---- data parallelism, inexact ----------------------------------------------------------------
+
+
+class Wider(nn.Sequential):
+    """Large enough that compressors have something to compress."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 4)
+        )
+
+
+def compressed(text: str, **more: Any) -> Recipe:
+    exchange = ExchangePlan(compress=text, bucket="1 KiB", **more)
+    return tiny(f"compressed-{text.partition(':')[0]}", Wider, exchange=exchange, clip=0.5)
+
+
+@case()
+def fp16() -> Recipe:
+    return compressed("fp16")
+
+
+@case()
+def bf16() -> Recipe:
+    return compressed("bf16")
+
+
+@case()
+def int8() -> Recipe:
+    return compressed("int8")
+
+
+@case()
+def sign() -> Recipe:
+    return compressed("sign")
+
+
+@case()
+def topk() -> Recipe:
+    return compressed("topk:0.1")
+
+
+@case()
+def mstopk() -> Recipe:
+    return compressed("mstopk:0.1")
+
+
+@case()
+def adaptive() -> Recipe:
+    return compressed("adaptive:0.1")
+
+
+@case()
+def randomk() -> Recipe:
+    return compressed("randomk:0.2")
+
+
+@case()
+def powersgd() -> Recipe:
+    return compressed("powersgd:2")
+
+
+@case()
+def fp16_priority() -> Recipe:
+    return compressed("fp16", priority=True, chunk="500")
+
+
+@case(4)
+def hitopk() -> Recipe:
+    return compressed("topk:0.1", collective="hierarchical")
+
+
+@case()
+def adasum() -> Recipe:
+    return tiny("adasum", exchange=ExchangePlan(reduce="adasum"))
+
+
+@case(3)
+def adasum_of_three() -> Recipe:
+    return adasum()
+
+
+@case()
+def summed() -> Recipe:
+    return tiny("summed", exchange=ExchangePlan(reduce="sum"))
+
+
+@case()
+def parts_apart() -> Recipe:
+    part = ExchangePart(parameters="second.*", compress="fp16")
+    return tiny("parts", exchange=ExchangePlan(parts=(part,)))
+
+
+# ---- sharded state ----------------------------------------------------------------------------
+
+
+@case()
+def zero1() -> Recipe:
+    return replace(mlp(), zero=1)
+
+
+@case()
+def zero2() -> Recipe:
+    return replace(mlp(), zero=2)
+
+
+@case()
+def zero3() -> Recipe:
+    return replace(mlp(), zero=3)
+
+
+@case(4)
+def hybrid() -> Recipe:
+    return replace(mlp(), zero=3, shards=2)
+
+
+class Scaled(nn.Module):
+    """A parameter of no dimension, and blocks in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.enter = nn.Linear(FEATURES, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.leave = nn.Linear(8, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x) * self.scale
+        for block in self.blocks:
+            x = x + block(x)
+        return self.leave(x)
+
+
+@case()
+def zero3_scaled() -> Recipe:
+    return tiny("scaled", Scaled, zero=3)
+
+
+@case(4)
+def hybrid_scaled() -> Recipe:
+    return tiny("scaled", Scaled, zero=2, shards=2)
+
+
+@case(3)
+def zero3_ragged() -> Recipe:
+    """The last batch of an epoch has 2, 1 and 1 samples."""
+    return replace(mlp(), zero=3, microbatch=1)
+
+
+@case()
+def zero3_words() -> Recipe:
+    return replace(words(), zero=3, exchange=None)
+
+
+# ---- pipelines --------------------------------------------------------------------------------
+
+
+def piped(schedule: str, count: int = 4, **options: Any) -> Recipe:
+    plan = PipelinePlan(schedule=schedule, microbatches=count, **options)
+    return replace(deep(), stages=2, pipeline=plan)
+
+
+@case()
+def one_f_one_b() -> Recipe:
+    return piped("1f1b")
+
+
+@case()
+def gpipe() -> Recipe:
+    return piped("gpipe")
+
+
+@case()
+def interleaved() -> Recipe:
+    return piped("interleaved")
+
+
+@case()
+def skipping() -> Recipe:
+    """What leaves the first stage goes to the second and to the last."""
+    return piped("interleaved", cut=("blocks.0", "blocks.2", "blocks.4"))
+
+
+@case(4)
+def piped_unused() -> Recipe:
+    plan = PipelinePlan(microbatches=2)
+    return replace(unused(), stages=2, pipeline=plan, microbatch=None)
+
+
+@case()
+def chimera() -> Recipe:
+    return piped("chimera", 2)
+
+
+@case()
+def chimera_eager() -> Recipe:
+    return piped("chimera", 4, sync="eager")
+
+
+@case()
+def zero_bubble() -> Recipe:
+    return piped("zb-h1")
+
+
+@case()
+def recomputed() -> Recipe:
+    return piped("1f1b", recompute="stages")
+
+
+@case()
+def recomputed_blocks() -> Recipe:
+    return piped("1f1b", recompute="blocks")
+
+
+@case()
+def messages() -> Recipe:
+    """Between the stages go messages of the group, not shared memory."""
+    return piped("1f1b", shared_memory=False)
+
+
+@case(4)
+def piped_copies() -> Recipe:
+    return piped("1f1b", 4)
+
+
+@case()
+def flushless() -> Recipe:
+    return replace(late(), stages=2, pipeline=PipelinePlan(schedule="pipedream", microbatches=4))
+
+
+@case()
+def flushless_2bw() -> Recipe:
+    plan = PipelinePlan(schedule="pipedream-2bw", microbatches=4)
+    return replace(late(), stages=2, pipeline=plan)
+
+
+@case()
+def piped_words() -> Recipe:
+    plan = PipelinePlan(schedule="1f1b", microbatches=2)
+    return replace(words(), stages=2, pipeline=plan, microbatch=None)
+
+
+@case(microbatches=True)
+def piped_statistics() -> Recipe:
+    return replace(normalised(), stages=2)
+
+
+# ---- split layers -----------------------------------------------------------------------------
+
+
+def layers(**split: Any) -> Recipe:
+    return tiny(
+        "layers", Dropping, Lines, loss=speaking, batch=8, clip=0.5, optimizer=_calm,
+        split=LayerSplit(**split),
+    )  # fmt: skip
+
+
+def _calm(model: nn.Module) -> torch.optim.Optimizer:
+    # The gradient of the keys' bias is 0 but for rounding, and AdamW divides that by eps.
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, eps=1e-5)
+
+
+@case()
+def tensor_1d() -> Recipe:
+    return layers(tensor=(2,))
+
+
+@case(4)
+def tensor_1d_copies() -> Recipe:
+    return layers(tensor=(2,))
+
+
+@case()
+def tensor_parts() -> Recipe:
+    """One dimension, activations in parts."""
+    return layers(tensor=(1, 2, 1))
+
+
+@case(4)
+def tensor_2d() -> Recipe:
+    return layers(tensor=(2, 2))
+
+
+@case(4)
+def tensor_3d() -> Recipe:
+    return layers(tensor=(1, 2, 2))
+
+
+@case(8)
+def tensor_cube() -> Recipe:
+    return layers(tensor=(2, 2, 2))
+
+
+def volumes(**split: Any) -> Recipe:
+    return tiny(
+        "volumes", Segmenter, Volumes, loss=labelling, batch=4, microbatch=2, clip=0.5,
+        optimizer=_calm, split=LayerSplit(**split),
+    )  # fmt: skip
+
+
+@case()
+def spatial() -> Recipe:
+    return volumes(spatial=(2, 1, 1))
+
+
+@case(4)
+def spatial_2d() -> Recipe:
+    return volumes(spatial=(2, 2, 1))
+
+
+@case()
+def spatial_head() -> Recipe:
+    return replace(estimator(), split=LayerSplit(spatial=(2, 1, 1)))
+
+
+# ---- optimisers, and the rest of a training ---------------------------------------------------
+
+
+def _lars(model: nn.Module) -> torch.optim.Optimizer:
+    return LARS(model.parameters(), lr=0.5, momentum=0.9, weight_decay=0.01)
+
+
+def _lamb(model: nn.Module) -> torch.optim.Optimizer:
+    return LAMB(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+@case()
+def lars() -> Recipe:
+    return tiny("lars", optimizer=_lars, scheduler=cosine)
+
+
+@case(steps=2)
+def lars_large() -> Recipe:
+    """A layer whose norm is computed in rows."""
+    return tiny("lars-large", lambda: Mlp(20_000), optimizer=_lars)
+
+
+@case()
+def lamb() -> Recipe:
+    return tiny("lamb", optimizer=_lamb, scheduler=cosine)
+
+
+@case()
+def lars_zero() -> Recipe:
+    return replace(lars(), zero=2)
+
+
+@case()
+def lamb_zero() -> Recipe:
+    return replace(lamb(), zero=3)
+
+
+@case(whole=True)
+def trained() -> Recipe:
+    """Checkpoints, resumption and validation."""
+    return mlp()
+
+
+@case(whole=True)
+def trained_sharded() -> Recipe:
+    return replace(mlp(), zero=3)
+
+
+@case(whole=True)
+def trained_compressed() -> Recipe:
+    return replace(compressed("topk:0.1"), checkpoint_every=3)
