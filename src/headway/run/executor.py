@@ -253,6 +253,7 @@ class Executor:
         )
         self.pipeline = self.strategy.pipeline
         self.strategy.follow()
+        self._before: dict[Kind, Callable[[], None]] = {}
         self._handlers: dict[str, Callable[[Instruction], None]] = {
             "clear": self._clear, "pipeline": self._pass_through, "forward": self._forward,
             "idle": self._idle, "tally": self._tally, "backward": self._backward,
@@ -368,6 +369,10 @@ class Executor:
         finally:
             self.strategy.parameters.release_whole()
 
+    def call_before(self, kind: Kind, look: Callable[[], None]) -> None:
+        """Call a function before every instruction of a kind; it must change nothing."""
+        self._before[kind] = look
+
     def flush(self) -> None:
         """Wait until every update has been made (priority); call it before you read parameters."""
         self.strategy.flush()
@@ -398,6 +403,8 @@ class Executor:
         offset = time() - perf_counter()
         node = f"step {self.steps_done + 1}"
         for instruction in program.instructions:
+            if instruction.kind in self._before:
+                self._before[instruction.kind]()
             start = perf_counter()
             self._handlers[instruction.kind](instruction)
             times = offset + start, offset + perf_counter()

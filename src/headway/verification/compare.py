@@ -112,14 +112,19 @@ def _one(
     if a.shape != b.shape:
         note = f"shape {list(a.shape)} in the serial run, {list(b.shape)} in the split run"
         return Difference(int(step), kind, name, float("inf"), note)
-    return Difference(int(step), kind, name, _error(a, b, FLOOR * scales[step, kind], slack))
+    bound = serial.bounds.get(key)
+    error = _error(a, b, FLOOR * scales[step, kind], slack, bound)
+    return Difference(int(step), kind, name, error)
 
 
-def _error(a: Tensor, b: Tensor, least: float, slack: Tensor | None) -> float:
+def _error(a: Tensor, b: Tensor, least: float, slack: Tensor | None, bound: Tensor | None) -> float:
     if not a.numel():
         return 0.0
     a, b = a.double(), b.double()
     apart = (a - b).abs()
+    if bound is not None:
+        # NaN stays NaN, and so wrong.
+        apart = (apart - bound).clamp(min=0.0)
     scale = max(float(a.abs().max()), least)
     if slack is not None:
         excused = (apart > TOLERANCE * scale) & (apart <= slack.clamp(max=LOOSE * scale))

@@ -1,30 +1,45 @@
 """The run to be verified: the executor on several ranks, recorded on rank 0.
 
-After each step the ranks compare checksums of what they hold: ranks that drift apart are a
-difference even where rank 0 is right.
+The steps are those of training. Where updates cross the border of a step (priority), nothing waits
+for them: each is copied as it is made, and held back for a moment before, so that a forward pass
+that does not wait meets the old values. After each step the ranks compare checksums of what they
+hold: ranks that drift apart are a difference even where rank 0 is right.
+
+A plan whose exchange is inexact runs twice: with nothing compressed, to be equal to the serial run,
+and as it is, with what goes into and comes out of the buckets of every rank (`replay` compares it).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch.distributed as dist
+from torch import Tensor
 
+from headway.comm.lanes.buckets import Bucket
+from headway.comm.tuning.autotuning import AdaptiveExchange, BucketArrangement
 from headway.data import as_source
 from headway.errors import NotEqual
-from headway.plans import Plan
+from headway.optim import parallel_norms
+from headway.optim.layerwise import Layerwise
+from headway.plans import ExchangePlan, Plan
 from headway.run.distributed import replica_sync
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
+from headway.run.recipe.recipe import Recipe
 from headway.run.step.forward_pass import to_float64
 from headway.run.step.randomness import build_model
 from headway.run.step.setup import recipe_plan
-from headway.run.strategy.parameters import HeldParameters
-from headway.verification.exchange_law import ExchangeLawMonitor, save_laws
+from headway.run.strategy.training_state import TrainingState
+from headway.verification.exchange_recording import ExchangeRecorder, exchange_file
 from headway.verification.recording import Recorder, VerifyJob, build_training_state
 from headway.verification.reference import save_cut
+
+REARRANGED_AFTER = 1
+"""The step after which an exchange that may re-arrange its buckets is made to."""
 
 
 def record_split(place: LaunchEnv, job: VerifyJob, target: Path) -> None:
@@ -40,77 +55,203 @@ def record_split(place: LaunchEnv, job: VerifyJob, target: Path) -> None:
 def record_in_world(world: World, job: VerifyJob, target: Path) -> None:
     """As `record_split`, in a world that is there already."""
     recipe = job.load()
-    plan = _whole(recipe_plan(recipe, job.plan, world.ranks))
-    trained = build_training_state(recipe, to_float64(build_model(recipe)))
-    run = Executor(
-        trained.model,
-        trained.optimizer,
-        loss=recipe.loss,
-        plan=replace(plan, memory=replace(plan.memory, precision="float64")),
-        scheduler=trained.scheduler,
-        clip=recipe.clip,
-        seed=recipe.seed,
-        world=world,
-    )
-    recorder = Recorder(trained)
-    watch = (
-        ExchangeLawMonitor(plan.exchange) if not plan.exchange.exact and world.ranks > 1 else None
-    )
-    source = as_source(recipe.data())
-    cursor = job.start(recipe, len(source))
-    with run.loader(source, cursor=cursor, drop_last=recipe.drop_last) as loader:
-        # The range first: else zip would read one more batch before it notices the end.
-        for step, batch in zip(range(1, job.steps + 1), loader, strict=False):
-            run.cut(batch)  # split layers have no exchange before
-            exchange = run.strategy.exchange
-            if watch and exchange:
-                watch.before_step(exchange.now)
-                # A re-arranged exchange has new methods: these are watched as well.
-                exchange.on_made = watch.before_step
-            loss = run.step(batch)
-            # With priority an update takes the gradients away with it.
-            run.strategy.show()
-            recorder.take(step, loss, run.strategy.tensors_by_kind())
-            if watch and exchange:
-                watch.after_step(step, exchange.now)
-            run.strategy.hide()
-            _same_everywhere(run.strategy.parameters, world, step)
-    # Not `run.close`, which would gather the model and leave the caller's world.
-    run.strategy.close()
-    if world.rank == 0:
-        recorder.recording().save(target)
-        if watch:
-            save_laws(watch.laws, laws_file(target))
-        if not plan.flushes and run.pipeline and run.pipeline.stages:
-            save_cut(run.pipeline.stages, target)
-
-
-def _whole(plan: Plan) -> Plan:
-    """Buckets of an inexact exchange in one piece: laws are about whole ones."""
-    if plan.exchange.exact:
-        return plan
-    return replace(plan, exchange=replace(plan.exchange, chunk="1 TiB"))
-
-
-def laws_file(target: Path) -> Path:
-    """Where the laws of an inexact exchange are written beside a recording."""
-    return target.with_suffix(".laws.json")
-
-
-def _same_everywhere(parameters: HeldParameters, world: World, step: int) -> None:
-    """Ranks that hold a parameter hold the same numbers."""
-    if world.ranks == 1:
+    plan = recipe_plan(recipe, job.plan, world.ranks)
+    world = _on_two_nodes(world, plan)
+    if plan.exchange.exact or world.ranks == 1:
+        _RecordedRun(world, job, recipe, plan).save(target)
         return
-    own = replica_sync.checksums(parameters.named, parameters.away)
-    everywhere: list[dict[str, int]] = [{}] * world.ranks
-    dist.all_gather_object(everywhere, own)
-    first: dict[str, tuple[int, int]] = {}
-    for rank, sums in enumerate(everywhere):
-        for name, found in sums.items():
-            holder, expected = first.setdefault(name, (rank, found))
-            if found != expected:
-                raise NotEqual(
-                    f"the ranks hold different numbers in parameter {name}",
-                    where=f"step {step}, {world.ranks} processes",
-                    why=f"Checksums of ranks {holder} and {rank} differ.",
-                )
+    _RecordedRun(world, job, recipe, uncompressed(plan)).save(target)
+    _RecordedRun(world, job, recipe, plan).save(inexact_file(target))
+
+
+def inexact_file(target: Path) -> Path:
+    """Where the run with the inexact exchange is recorded, beside that without it."""
+    return target.with_suffix(".inexact.safetensors")
+
+
+def uncompressed(plan: Plan) -> Plan:
+    """The plan with an exact exchange: no compressor, the mean in place of Adasum or a sum."""
+    parts = tuple(replace(part, compress=None, ranks=None) for part in plan.exchange.parts)
+    exchange = replace(
+        plan.exchange, compress="none", reduce="mean", values="gradients", parts=parts
+    )
+    return replace(plan, exchange=exchange)
+
+
+def _on_two_nodes(world: World, plan: Plan) -> World:
+    """A world whose ranks count as two nodes, for a hierarchy that would else have one level."""
+    if plan.exchange.collective != "hierarchical" or world.place.node_name or world.ranks < 2:
+        return world
+    nodes = 2 if world.ranks % 2 == 0 else world.ranks
+    world.place = replace(world.place, node_name=f"node {world.rank * nodes // world.ranks}")
+    return world
+
+
+@dataclass
+class _CrossingSteps:
+    """With priority: gradients, parameters and state of the optimiser, copied at each update."""
+
+    trained: TrainingState
+    numbers: dict[int, dict[str, dict[str, Tensor]]] = field(default_factory=dict)
+
+    def note(self, step: int, bucket: Bucket) -> None:
+        """The update of a bucket has been made."""
+        kinds = self.of(step)
+        rows = zip(bucket.names, bucket.parameters, bucket.views, bucket.used, strict=True)
+        for name, parameter, view, used in rows:
+            kinds["parameter"][name] = parameter.detach().clone()
+            if used:
+                kinds["gradient"][name] = view.detach().clone()
+            for key, value in self.trained.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    kinds["optimizer"][f"{name}.{key}"] = value.detach().clone()
+
+    def of(self, step: int) -> dict[str, dict[str, Tensor]]:
+        kinds = ("gradient", "parameter", "buffer", "optimizer")
+        return self.numbers.setdefault(step, {kind: {} for kind in kinds})
+
+    def note_rest(self, step: int) -> None:
+        """What no update changes: buffers, and parameters that are not trained."""
+        model = self.trained.model
+        kinds = self.of(step)
+        kinds["buffer"] = {name: b.detach().clone() for name, b in model.named_buffers()}
+        frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
+        kinds["parameter"] |= {name: p.detach().clone() for name, p in frozen.items()}
+
+
+class _RecordedRun:
+    """The steps of a plan in a world, recorded while they are made."""
+
+    def __init__(self, world: World, job: VerifyJob, recipe: Recipe, plan: Plan) -> None:
+        self._world, self._job, self._recipe, self._plan = world, job, recipe, plan
+        trained = build_training_state(recipe, to_float64(build_model(recipe)))
+        self.run = Executor(
+            trained.model,
+            trained.optimizer,
+            loss=recipe.loss,
+            plan=replace(plan, memory=replace(plan.memory, precision="float64")),
+            scheduler=trained.scheduler,
+            clip=recipe.clip,
+            seed=recipe.seed,
+            world=world,
+        )
+        self._recorder = Recorder(trained)
+        self._crossing: _CrossingSteps | None = None
+        if plan.exchange.priority and recipe.clip is None and world.ranks > 1:
+            self._crossing = _CrossingSteps(trained)
+        crossing = self._crossing
+        self._observer: ExchangeRecorder | None = None
+        if world.ranks > 1 and (crossing or not plan.exchange.exact):
+            self._observer = ExchangeRecorder(
+                self._description, None if crossing is None else crossing.note
+            )
+        _divide_norms(trained)
+        if recipe.clip is not None:
+            self.run.call_before("clip", self._before_clip)
+
+    def save(self, target: Path) -> None:
+        """Make the steps; rank 0 writes the recording, every rank its exchange."""
+        losses = self._make_steps()
+        if self._crossing is not None:
+            self.run.flush()
+            for step, loss in losses.items():
+                numbers = self._crossing.of(step)
+                self._recorder.take(step, loss, numbers)
+                self._same_everywhere(step, numbers["parameter"])
+        # Not `run.close`, which would gather the model and leave the caller's world.
+        self.run.strategy.close()
+        if self._observer is not None and not self._plan.exchange.exact:
+            self._observer.recording().save(exchange_file(target, self._world.rank))
+        if self._world.rank == 0:
+            self._recorder.recording().save(target)
+            if not self._plan.flushes and self.run.pipeline and self.run.pipeline.stages:
+                save_cut(self.run.pipeline.stages, target)
+
+    def _make_steps(self) -> dict[int, float]:
+        """The loss of each step."""
+        run, recipe, job = self.run, self._recipe, self._job
+        source = as_source(recipe.data())
+        cursor = job.start(recipe, len(source))
+        losses: dict[int, float] = {}
+        with run.loader(source, cursor=cursor, drop_last=recipe.drop_last) as loader:
+            # The range first: else zip would read one more batch before it notices the end.
+            for step, batch in zip(range(1, job.count(recipe) + 1), loader, strict=False):
+                run.cut(batch)  # split layers have no exchange before
+                self._watch(step)
+                losses[step] = run.step(batch)
+                if self._crossing is not None:
+                    self._crossing.note_rest(step)
+                    continue
+                self._recorder.take(step, losses[step], run.strategy.tensors_by_kind())
+                held = run.strategy.parameters
+                self._same_everywhere(step, held.named, held.away)
+        return losses
+
+    def _watch(self, step: int) -> None:
+        exchange = run_exchange(self.run)
+        if exchange is None:
+            return
+        if step == REARRANGED_AFTER + 1:
+            _rearrange(exchange)
+        if self._observer is not None:
+            self._observer.step = step
+            exchange.observe(self._observer)
+
+    def _description(self) -> ExchangePlan:
+        exchange = run_exchange(self.run)
+        assert exchange is not None
+        return exchange.description
+
+    def _before_clip(self) -> None:
+        self._recorder.before_clip(self.run.strategy.tensors_by_kind())
+
+    def _same_everywhere(
+        self, step: int, named: Mapping[str, Tensor], away: frozenset[Tensor] = frozenset()
+    ) -> None:
+        """Ranks that hold a parameter, and exchange it with each other, hold the same numbers."""
+        world = self._world
+        if world.ranks == 1:
+            return
+        own = replica_sync.checksums(named, away)
+        everywhere: list[dict[str, int]] = [{}] * world.ranks
+        dist.all_gather_object(everywhere, own)
+        first: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
+        for rank, sums in enumerate(everywhere):
+            for name, found in sums.items():
+                group = self._group(name, rank)
+                holder, expected = first.setdefault((name, group), (rank, found))
+                if found != expected:
+                    raise NotEqual(
+                        f"the ranks hold different numbers in parameter {name}",
+                        where=f"step {step}, {world.ranks} processes",
+                        why=f"Checksums of ranks {holder} and {rank} differ.",
+                    )
+
+    def _group(self, name: str, rank: int) -> tuple[int, ...]:
+        """The node group in which a parameter is combined; empty: all ranks."""
+        part = self._plan.exchange.part(name.partition(" at ")[0])
+        groups = part.ranks if part and part.ranks else ()
+        return next((group for group in groups if rank in group), ())
+
+
+def run_exchange(run: Executor) -> AdaptiveExchange | None:
+    """The exchange of buckets, where a run has one."""
+    return run.strategy.exchange
+
+
+def _rearrange(exchange: AdaptiveExchange) -> None:
+    """Give every parameter a bucket of its own, where measuring may change the buckets anyway."""
+    plan = exchange.description
+    if plan.bucket != "auto" and not plan.priority:
+        return
+    chunk = plan.initial_chunk_bytes if plan.priority else None
+    names = list(exchange.parameters)
+    order = names if plan.priority else names[::-1]
+    exchange.rearrange(BucketArrangement(tuple((name,) for name in order), chunk))
+
+
+def _divide_norms(trained: TrainingState) -> None:
+    """Divide the norms of LARS and LAMB over the ranks, also where it does not pay."""
+    optimizer = trained.optimizer
+    if isinstance(optimizer, Layerwise) and optimizer.shared_norms is not None:
+        parallel_norms(optimizer, optimizer.shared_norms.operator.group, always=True)

@@ -1,14 +1,14 @@
 """Recordings: every tensor of a run's first optimiser steps, by logical name.
 
 A recording is one safetensors file whose tensors are called `<step>/<kind>/<logical name>`, kinds
-in the order in which a step makes them: loss, gradient, parameter, buffer, optimizer.
+in the order in which a step makes them (`KINDS`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from headway.comm.tuning.autotuning import PROFILED_STEPS
 from headway.data import Cursor
 from headway.plans import Plan
 from headway.run.recipe.batch_units import resolve_batch
@@ -25,7 +26,19 @@ from headway.run.recipe.recipe import Recipe
 from headway.run.step.setup import check_components
 from headway.run.strategy.training_state import TrainingState
 
-KINDS = ("loss", "gradient", "parameter", "buffer", "optimizer")
+KINDS = (
+    "loss",
+    "share",
+    "exchange",
+    "residual",
+    "unclipped",
+    "gradient",
+    "parameter",
+    "buffer",
+    "optimizer",
+)
+"""share, exchange, residual: of an inexact exchange, made again (see `replay`); unclipped: the
+gradient before its norm is limited."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +57,13 @@ class VerifyJob:
     plan: Plan | Path | None = None
     timeout_seconds: float = 120.0
 
+    def count(self, recipe: Recipe) -> int:
+        """How many steps are made: with priority enough that some are not measured by the exchange,
+        which lets all updates land first."""
+        plan = Plan.load(self.plan) if isinstance(self.plan, Path) else self.plan
+        exchange = plan.exchange if plan is not None else recipe.exchange
+        return max(self.steps, CROSSING_STEPS) if exchange and exchange.priority else self.steps
+
     def load(self) -> Recipe:
         """The recipe in float64, in which equality can be told from rounding."""
         return replace(load_recipe(self.recipe, self.overrides), precision="float64")
@@ -52,7 +72,7 @@ class VerifyJob:
         """Where the recorded steps begin: so that the epoch ends one step before the last."""
         batch = resolve_batch(recipe)
         per_epoch = length // batch if recipe.drop_last else -(-length // batch)
-        first = max(0, per_epoch - max(1, self.steps - 1))
+        first = max(0, per_epoch - max(1, self.count(recipe) - 1))
         return Cursor(seed=recipe.seed, epoch=0, position=first * batch)
 
 
@@ -61,22 +81,34 @@ class Recording:
     """Named tensors of a run, and the order in which backward made the gradients.
 
     `order` is the order of execution, for naming the first difference.
+
+    Attributes:
+        bounds: By how much the elements of a tensor may be off beyond rounding in float64.
     """
 
     tensors: Mapping[str, Tensor]
     order: tuple[str, ...]
+    bounds: Mapping[str, Tensor] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         # safetensors refuses tensors that are not contiguous.
         clones = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
+        clones |= {f"{_BOUND}{name}": bound for name, bound in self.bounds.items()}
         save_file(clones, path, metadata={"order": json.dumps(self.order)})
 
     @staticmethod
     def load(path: Path) -> Recording:
         with safe_open(path, framework="pt") as file:
             order = json.loads(file.metadata()["order"])
-            names = file.keys()
-            return Recording({name: file.get_tensor(name) for name in names}, tuple(order))
+            every = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        bounds = {n.removeprefix(_BOUND): t for n, t in every.items() if n.startswith(_BOUND)}
+        tensors = {name: tensor for name, tensor in every.items() if not name.startswith(_BOUND)}
+        return Recording(tensors, tuple(order), bounds)
+
+
+_BOUND = "bound of "
+CROSSING_STEPS = PROFILED_STEPS[-1] + 5
+"""Least number of steps of a plan with priority."""
 
 
 class Recorder:
@@ -87,6 +119,7 @@ class Recorder:
         self._tensors: dict[str, Tensor] = {}
         self._gradients: list[str] = []
         self._made: list[str] = []
+        self._unclipped: dict[str, Tensor] = {}
         for name, parameter in trained.model.named_parameters():
             # torch raises where such a hook is registered on a parameter that requires no grad.
             if parameter.requires_grad:
@@ -96,6 +129,11 @@ class Recorder:
         """Backward has made a gradient."""
         self._gradients.append(name)
 
+    def before_clip(self, numbers: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """The gradients of this step before their norm is limited."""
+        gradients = numbers.get("gradient", {})
+        self._unclipped = {name: value.detach().clone() for name, value in gradients.items()}
+
     def take(self, step: int, loss: float, numbers: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Record a step that has just been done.
 
@@ -103,15 +141,17 @@ class Recorder:
             numbers: As `TrainingState.tensors_by_kind` gives them; gradients must still be there.
         """
         self._put(step, "loss", "loss", torch.tensor(loss, dtype=torch.float64))
+        numbers = {**numbers, "unclipped": self._unclipped}
         for kind in KINDS[1:]:
             tensors = numbers.get(kind, {})
-            made = self._gradients if kind == "gradient" else []
+            made = self._gradients if kind in ("gradient", "unclipped") else []
             # Where backward has noted nothing here (other kinds, stages on other ranks): the
             # model's order.
             for name in dict.fromkeys([*made, *self._names, *tensors]):
                 if name in tensors:
                     self._put(step, kind, name, tensors[name])
         self._gradients.clear()
+        self._unclipped = {}
 
     def _put(self, step: int, kind: str, name: str, tensor: Tensor) -> None:
         key = f"{step}/{kind}/{name}"

@@ -12,17 +12,14 @@ PipeDream (Narayanan et al., SOSP 2019), PipeDream-2BW (Narayanan et al., ICML 2
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headway.data import Cursor, Loader, MicroBatch, RankBatch, as_source
+from headway.data import Cursor, MicroBatch, RankBatch, as_source
 from headway.parallel.stages import ModelStages
 from headway.plans import BatchSplit
 from headway.run.distributed.launch_env import LaunchEnv
@@ -41,6 +38,7 @@ from headway.run.step.setup import recipe_plan
 from headway.run.strategy.training_state import TrainingState
 from headway.schedule.pipeline_schedule import ActionKind, PipelineSchedule, update_groups
 from headway.verification.recording import Recorder, VerifyJob, build_training_state
+from headway.verification.samples import reference_batches
 
 
 def record_serial(_: LaunchEnv, job: VerifyJob, target: Path, *, ranks: int | None = None) -> None:
@@ -61,23 +59,35 @@ def _record(
     target: Path,
     split: BatchSplit,
     copies: int,
-    make_step: Callable[[TrainingState, RandomDraws, Sequence[RankBatch]], float],
+    make_step: Callable[[TrainingState, RandomDraws, Sequence[RankBatch], Recorder], float],
 ) -> None:
     """Record steps that `make_step` makes of the batches of all copies; it returns the loss."""
     trained = build_training_state(recipe, to_float64(build_model(recipe)))
     recorder = Recorder(trained)
     sites: RandomDraws | None = None
-    for step, batches in enumerate(recorded_steps(recipe, job, split, copies), 1):
-        first = next(micro for batch in batches for micro in batch.micros)
+    source = as_source(recipe.data())
+    steps = reference_batches(
+        source,
+        split,
+        copies,
+        job.start(recipe, len(source)),
+        steps=job.count(recipe),
+        drop_last=recipe.drop_last,
+    )
+    for step, batches in enumerate(steps, 1):
         # Once: a probe runs the model several times, and finds the same in every step.
-        sites = sites or probe_random_draws(
-            trained.model, recipe.loss, loss_inputs(first), resize_batch
-        )
-        loss = make_step(trained, sites, batches)
+        sites = sites or find_draws(recipe, trained.model, batches)
+        loss = make_step(trained, sites, batches, recorder)
         if trained.scheduler is not None:
             trained.scheduler.step()
         recorder.take(step, loss, trained.tensors_by_kind())
     recorder.recording().save(target)
+
+
+def find_draws(recipe: Recipe, model: nn.Module, shares: Sequence[RankBatch]) -> RandomDraws:
+    """Where the model draws random numbers."""
+    first = next(micro for share in shares for micro in share.micros)
+    return probe_random_draws(model, recipe.loss, loss_inputs(first), resize_batch)
 
 
 def _shares(recipe: Recipe, job: VerifyJob, ranks: int | None) -> tuple[BatchSplit, int]:
@@ -89,38 +99,44 @@ def _shares(recipe: Recipe, job: VerifyJob, ranks: int | None) -> tuple[BatchSpl
 
 
 def _step(
-    recipe: Recipe, trained: TrainingState, sites: RandomDraws, shares: Sequence[RankBatch]
+    recipe: Recipe,
+    trained: TrainingState,
+    sites: RandomDraws,
+    shares: Sequence[RankBatch],
+    recorder: Recorder,
 ) -> float:
     """One step; returns the loss."""
     model, samples = trained.model, shares[0].samples
-    model.zero_grad()  # not the optimiser's alone: all gradients are of this step
     micros = [(micro, share.start) for share in shares for micro in share.micros]
-    sums, counts = _backward(recipe, model, sites, micros, samples)
+    sums, counts = gradients_of(recipe, model, sites, micros, samples)
     # What the loss is a sum over (words, pixels) is known only after the last micro-batch.
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.mul_(samples / counts)
     if recipe.clip is not None:
+        recorder.before_clip(trained.tensors_by_kind())
         nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
     trained.optimizer.step()
     return sums / counts
 
 
-def _backward(
+def gradients_of(
     recipe: Recipe,
     model: nn.Module,
     sites: RandomDraws,
     micros: Iterable[tuple[MicroBatch, Cursor]],
     samples: int,
 ) -> tuple[float, float]:
-    """Add up the gradients of micro-batches, each with the beginning of its batch.
+    """Leave the sum of the gradients of micro-batches in the model.
 
     Args:
+        micros: Each with the beginning of its global batch.
         samples: Losses are divided by it.
 
     Returns:
         The sum of the losses, not divided, and what it is a sum over.
     """
+    model.zero_grad()  # not the optimiser's alone: all gradients are of this step
     sums, counts = 0.0, 0.0
     for micro, start in micros:
         seed_everything(recipe.seed, start.epoch, start.position)
@@ -130,21 +146,6 @@ def _backward(
             (total / samples).backward()
         sums, counts = sums + float(total.detach()), counts + float(count)
     return sums, counts
-
-
-def recorded_steps(
-    recipe: Recipe, job: VerifyJob, split: BatchSplit, copies: int
-) -> Iterator[tuple[RankBatch, ...]]:
-    """The batches of every copy, for each step that is recorded."""
-    source = as_source(recipe.data())
-    cursor = job.start(recipe, len(source))
-    options: dict[str, Any] = {"cursor": cursor, "drop_last": recipe.drop_last}
-    with ExitStack() as stack:
-        loaders = [
-            stack.enter_context(Loader(source, split, rank=copy, ranks=copies, **options))
-            for copy in range(copies)
-        ]
-        yield from islice(zip(*loaders, strict=True), job.steps)
 
 
 def loss_inputs(micro: MicroBatch) -> object:
@@ -173,7 +174,9 @@ def record_delayed(
     recipe = job.load()
     plan = recipe_plan(recipe, job.plan, ranks)
 
-    def step(trained: TrainingState, sites: RandomDraws, batches: Sequence[RankBatch]) -> float:
+    def step(
+        trained: TrainingState, sites: RandomDraws, batches: Sequence[RankBatch], _: Recorder
+    ) -> float:
         table = plan.pipeline.make(plan.pipe_degree, len(batches[0].micros))
         return _Step(recipe, trained, table, stages, sites).run(batches)
 
@@ -234,9 +237,8 @@ class _Step:
         """The gradients of a micro-batch of all copies, at the weights that the table names."""
         for stage, history in enumerate(self._history):
             self._write(history[self._versions[stage][microbatch]])
-        self._trained.model.zero_grad()
         micros = [(batch.micros[microbatch], batch.start) for batch in batches]
-        loss, counted = _backward(self._recipe, self._trained.model, self._sites, micros, 1)
+        loss, counted = gradients_of(self._recipe, self._trained.model, self._sites, micros, 1)
         # `zero_grad` sets `grad` to None, so that these tensors stay as they are.
         found = {name: p.grad for name, p in self._all.items() if p.grad is not None}
         self._gradients[microbatch], self._counts[microbatch] = found, counted

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,19 @@ from torch.optim import Optimizer
 from headway.comm.lanes.bucket_lanes import Lane
 from headway.comm.lanes.buckets import Bucket, BucketTiming
 from headway.errors import RunError
+
+
+class ExchangeObserver(Protocol):
+    """Is shown what buckets hold, by the thread that handles them; it must change nothing."""
+
+    def departing(self, bucket: Bucket) -> None:
+        """This rank's part is complete, and nothing of it has been sent."""
+
+    def landed(self, bucket: Bucket) -> None:
+        """The sums are there, and nothing has used them."""
+
+    def applied(self, bucket: Bucket) -> None:
+        """With priority: the update of its parameters has been made."""
 
 
 @dataclass(slots=True)
@@ -45,6 +59,7 @@ class GradientExchange(ABC):
         doing: Called with a text and its arguments before the training thread waits.
         profile: Where it is a dictionary, seconds are noted from the start of the step until each
             gradient is there, by logical name.
+        observer: Of verification; None: nobody looks.
     """
 
     def __init__(self, buckets: tuple[Bucket, ...], lane: Lane, *, overlap: bool = True) -> None:
@@ -53,6 +68,7 @@ class GradientExchange(ABC):
         self.doing: Callable[..., None] = lambda *_: None
         self.step = 0
         self.profile: dict[str, float] | None = None
+        self.observer: ExchangeObserver | None = None
         self._lane = lane
         self._overlap = overlap
         self._armed = False
@@ -155,6 +171,8 @@ class GradientExchange(ABC):
 
     def _depart(self, bucket: Bucket) -> None:
         bucket.fill()
+        if self.observer is not None:
+            self.observer.departing(bucket)
         bucket.flight.ready = perf_counter()
         self._lane.ready(bucket)
 
@@ -174,6 +192,8 @@ class GradientExchange(ABC):
         self.doing("waits for bucket %d (%s ...)", bucket.number, bucket.names[0])
         self._lane.land(bucket)
         flight.waited = perf_counter() - flight.needed
+        if self.observer is not None:
+            self.observer.landed(bucket)
 
     def settle(self) -> None:
         """Point every parameter at its sum; a parameter that no rank used keeps no gradient.

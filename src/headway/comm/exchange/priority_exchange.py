@@ -27,7 +27,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from headway.comm.exchange.gradient_exchange import GradientExchange, GradientSlot
+from headway.comm.exchange.gradient_exchange import (
+    ExchangeObserver,
+    GradientExchange,
+    GradientSlot,
+)
 from headway.comm.lanes.bucket_lanes import ProgressLane
 from headway.comm.lanes.buckets import Bucket, BucketTiming
 from headway.errors import RunError
@@ -168,6 +172,9 @@ class BucketUpdater:
 
     Args:
         urgency: Of each bucket, by number: smaller is needed earlier.
+
+    Attributes:
+        observer: The exchange's, asked at each bucket.
     """
 
     def __init__(self, urgency: dict[int, int]) -> None:
@@ -184,6 +191,7 @@ class BucketUpdater:
         self.applied: dict[int, int] = dict.fromkeys(urgency, 0)
         self.optimizers: BucketOptimizers | None = None
         self.tell: Callable[[], None] = lambda: None
+        self.observer: Callable[[], ExchangeObserver | None] = lambda: None
 
     def landed(self, bucket: Bucket) -> None:
         """In the lane's thread: a sum is there."""
@@ -239,10 +247,15 @@ class BucketUpdater:
 
     def _apply(self, bucket: Bucket) -> None:
         if not self._discard:
+            observer = self.observer()
+            if observer is not None:
+                observer.landed(bucket)
             if self._factor != 1.0:
                 bucket.fused.gradients.mul_(self._factor)
             assert self.optimizers is not None
             self.optimizers.step(bucket, bucket.used)
+            if observer is not None:
+                observer.applied(bucket)
         bucket.flight.applied = perf_counter()
         # Last: a module that waits for this reads the parameters right after it.
         self.applied[bucket.number] = bucket.step
@@ -354,6 +367,7 @@ class PriorityExchange(GradientExchange):
         self._optimizer = optimizer
         applier.optimizers = BucketOptimizers(optimizer, buckets)
         applier.tell = lane.tell
+        applier.observer = lambda: self.observer
         named = {
             name: parameter
             for bucket in buckets

@@ -65,7 +65,11 @@ from headway.comm.algorithms.method import (
 )
 from headway.comm.compress.factory import make_method
 from headway.comm.compress.sparsification import HierarchicalTopK
-from headway.comm.exchange.gradient_exchange import GradientExchange, StepExchange
+from headway.comm.exchange.gradient_exchange import (
+    ExchangeObserver,
+    GradientExchange,
+    StepExchange,
+)
 from headway.comm.exchange.priority_exchange import BucketUpdater, PriorityExchange
 from headway.comm.lanes.all_reduce_program import all_reduce_program_chooser, check_same_programs
 from headway.comm.lanes.bucket_lanes import InlineLane, MultiRoundLane, SingleRoundLane
@@ -357,7 +361,6 @@ class AdaptiveExchange:
     Attributes:
         now: The current exchange.
         wanted: The plan's exchange, with the all-reduce program that is used now.
-        on_made: Called with a new exchange when it takes the place of the current one.
     """
 
     def __init__(
@@ -388,7 +391,7 @@ class AdaptiveExchange:
         self._speeds: dict[str, CompressorSpeed] = {}
         self._step = 0
         self._refit = REFIT_STEPS
-        self.on_made: Callable[[GradientExchange], None] = lambda _: None
+        self._observer: ExchangeObserver | None = None
         self._arrangement = initial_arrangement(self.parameters, self.description)
         self._links = LinkMonitor.of(self.description, routes, tell, doing)
         if self.description.carried:
@@ -413,8 +416,18 @@ class AdaptiveExchange:
             optimizer=optimizer,
         )
         made.doing = self._doing
-        self.on_made(made)
+        made.observer = self._observer
         return made
+
+    def observe(self, observer: ExchangeObserver) -> None:
+        """Show all buckets to an observer, also after they have been re-arranged."""
+        self._observer = self.now.observer = observer
+
+    def rearrange(self, arrangement: BucketArrangement) -> None:
+        """Take other buckets from the next step on; on all ranks, between two steps."""
+        self.flush()
+        self._arrangement = arrangement
+        self._remake()
 
     def _remake(self) -> None:
         """Replace the current exchange by one for the present description and arrangement."""

@@ -77,7 +77,7 @@ def _same_shape(tensors: Mapping[str, Tensor], world: World) -> None:
             )
 
 
-def checksums(parameters: Mapping[str, nn.Parameter], away: Collection[Tensor]) -> dict[str, int]:
+def checksums(parameters: Mapping[str, Tensor], away: Collection[Tensor]) -> dict[str, int]:
     """Checksums of the parameters on this rank, by "name" or, of parts, "name at (0, 4)"."""
     found = {}
     for name, parameter in parameters.items():

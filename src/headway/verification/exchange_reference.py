@@ -1,0 +1,543 @@
+"""What an inexact exchange must make of the gradients of all ranks, computed in one process.
+
+Each compressor is written again from its paper, on whole buckets and without any message: the code
+of `headway.comm` is not used. Random draws are those of the run, because they are a definition:
+SFC64 (numpy) of (seed, crc32 of the name, step, rank).
+
+Sources: int8: Alistarh et al. 2017 (QSGD); sign: Seide et al. 2014, Karimireddy et al. 2019, Tang
+et al. 2021; top-k: Aji and Heafield 2017; MSTopK and HiTopKComm: Shi et al. 2021, algorithms 1 and
+2; PowerSGD: Vogels et al. 2019, algorithm 1; Adasum: Maleki et al. 2021, equation 3.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway.collective.compression import (
+    blocks_per_rank,
+    gathers_whole,
+    kept_elements,
+    matrix_shape,
+    parse_compression,
+    sign_bytes_per_rank,
+    sparse_shards,
+)
+from headway.verification.exchange_recording import RecordedBucket
+
+Row = NDArray[np.float64]
+State = Mapping[str, Tensor]
+
+INT8_TABLE = 2**16
+INT8_LEVELS = 126.9999
+SMALLEST_SCALE = 1e-30
+BLOCK = 256
+SIGMAS = 6.0
+"""By how many standard deviations a mean of rounding errors may be off."""
+
+
+@dataclass
+class ExpectedExchange:
+    """The result of a bucket.
+
+    Attributes:
+        out: The sums, as one row.
+        bound: By how much each element may be off; None: not at all, up to rounding in float64.
+        kept: Of each rank, in the order of the bucket's: names as in the compressor's state -> what
+            it keeps back.
+        free: The result depends on directions that rounding decides (PowerSGD of a matrix whose
+            rank is below its own): `out` is no more than one of several.
+    """
+
+    out: Row
+    bound: Row | None = None
+    kept: list[dict[str, Row]] = field(default_factory=list)
+    free: bool = False
+
+
+@dataclass(frozen=True)
+class BucketInputs:
+    """What is known of a bucket before its exchange.
+
+    Attributes:
+        rows: Gradients of each rank, in the order of `bucket.ranks`.
+        before: The state of each rank's compressor before the step; of a first step empty.
+        after: The same afterwards: it tells which of equal elements were sent.
+        steps: How many steps the compressor has made before.
+    """
+
+    bucket: RecordedBucket
+    rows: Sequence[Row]
+    before: Sequence[State]
+    after: Sequence[State]
+    seed: int
+    steps: int
+    reduce: str
+    hierarchical: bool
+
+    @property
+    def spans(self) -> list[tuple[str, slice, tuple[int, ...]]]:
+        """Name, place and shape of each parameter."""
+        found, start = [], 0
+        for name, shape in zip(self.bucket.names, self.bucket.shapes, strict=True):
+            found.append((name, slice(start, start + prod(shape)), shape))
+            start += prod(shape)
+        return found
+
+
+def draws(seed: int, name: str, step: int = 0, rank: int = 0) -> np.random.Generator:
+    """The generator of one parameter or bucket, in one step, on one rank."""
+    words = (seed % 2**64, zlib.crc32(name.encode()), step, rank)
+    return np.random.Generator(np.random.SFC64(np.random.SeedSequence(words)))
+
+
+def expected_exchange(inputs: BucketInputs) -> ExpectedExchange:
+    """The result of a bucket's exchange and what each rank keeps back."""
+    if inputs.reduce == "adasum":
+        return ExpectedExchange(_adasum(inputs))
+    kind = parse_compression(inputs.bucket.compress).name
+    if inputs.hierarchical and kind in ("topk", "mstopk"):
+        return _hierarchical_topk(inputs, sampled=kind == "mstopk")
+    if kind in ("none", "fp16", "bf16"):
+        return _sixteen_bits(inputs, kind)
+    return _COMPRESSORS[kind](inputs)
+
+
+# Sums of rounded values.
+
+
+def _sixteen_bits(inputs: BucketInputs, kind: str) -> ExpectedExchange:
+    rows = [torch.from_numpy(row) for row in inputs.rows]
+    ambiguous = False
+    if inputs.hierarchical:
+        place = {rank: number for number, rank in enumerate(inputs.bucket.ranks)}
+        rows = [torch.stack([rows[place[r]] for r in node]).sum(0) for node in inputs.bucket.nodes]
+        ambiguous = any(len(node) > 2 for node in inputs.bucket.nodes)
+    if kind == "none" or len(rows) == 1:
+        return ExpectedExchange(torch.stack(rows).sum(0).numpy())
+    wire = torch.float16 if kind == "fp16" else torch.bfloat16
+    # fp16 is divided before the sum, so that it cannot overflow.
+    factor = 2.0 ** -math.ceil(math.log2(len(rows))) if kind == "fp16" else 1.0
+    halves = [(row * factor).to(wire) for row in rows]
+    total = torch.stack([half.double() for half in halves]).sum(0)
+    magnitude = torch.stack([half.double().abs() for half in halves]).sum(0)
+    info = torch.finfo(wire)
+    # Each of the sums on the way rounds once, by half a unit in the last place.
+    unit = magnitude * info.eps / 2 + info.smallest_normal * info.eps
+    roundings = len(rows) - 1 + (2 * len(rows) if ambiguous else 0)
+    if len(rows) == 2 and not ambiguous:
+        # A sum of two does not depend on the order.
+        out = (halves[0] + halves[1]).double() / factor
+        return ExpectedExchange(out.numpy())
+    return ExpectedExchange((total / factor).numpy(), (roundings * unit / factor).numpy())
+
+
+def _int8(inputs: BucketInputs) -> ExpectedExchange:
+    name, ranks = inputs.bucket.names[0], len(inputs.rows)
+    size = inputs.rows[0].size
+    generators = [draws(inputs.seed, name, inputs.steps, rank) for rank in inputs.bucket.ranks]
+    tables = [_table(draw) for draw in generators]
+    if gathers_whole(ranks):
+        coded = [_int8_coded(row, t) for row, t in zip(inputs.rows, tables, strict=True)]
+        return ExpectedExchange(_float32_sum(coded)[:size].astype(np.float64))
+    part = blocks_per_rank(size, ranks) * BLOCK
+    padded = [np.pad(row, (0, part * ranks - size)) for row in inputs.rows]
+    out = []
+    for owner in range(ranks):
+        here = slice(owner * part, (owner + 1) * part)
+        coded = [_int8_coded(row[here], t) for row, t in zip(padded, tables, strict=True)]
+        # The owner's second rounding has numbers of its own.
+        again = _int8_coded(_float32_sum(coded), _table(generators[owner]))
+        out.append(_float32_sum([again]))
+    return ExpectedExchange(np.concatenate(out)[:size].astype(np.float64))
+
+
+def _table(draw: np.random.Generator) -> NDArray[np.float32]:
+    return draw.random(INT8_TABLE, dtype=np.float32)
+
+
+Coded = tuple[NDArray[np.float32], NDArray[np.float32]]
+"""Levels, and the scale of each."""
+
+
+def _int8_coded(values: NDArray[np.floating], table: NDArray[np.float32]) -> Coded:
+    count = -(-values.size // BLOCK) * BLOCK
+    padded = np.zeros(count, np.float32)
+    padded[: values.size] = values
+    blocks = padded.reshape(-1, BLOCK)
+    scale = np.abs(blocks).max(1) / np.float32(INT8_LEVELS)
+    with np.errstate(divide="ignore"):
+        inverse = np.where(scale < SMALLEST_SCALE / INT8_LEVELS, 0, np.float32(1) / scale)
+    random = np.resize(table, count).reshape(-1, BLOCK)
+    levels = np.floor(blocks * inverse.astype(np.float32)[:, None] + random)
+    return levels.ravel(), np.repeat(scale, BLOCK)
+
+
+def _float32_sum(coded: Sequence[Coded]) -> NDArray[np.float32]:
+    total = torch.zeros(coded[0][0].size)
+    for levels, scales in coded:
+        total.addcmul_(torch.from_numpy(levels), torch.from_numpy(scales))
+    found: NDArray[np.float32] = total.numpy()
+    return found
+
+
+# Compressors with error feedback: u = gradient + residual is sent in part, the rest is kept.
+
+
+def _residual(state: State, name: str, size: int, what: str = "residual") -> Row:
+    kept = state.get(f"{name}/{what}")
+    found: Row = np.zeros(size) if kept is None else kept.double().flatten().numpy().copy()
+    return found
+
+
+def _by_layer(
+    inputs: BucketInputs,
+    sent: Callable[[str, Sequence[Row], Sequence[Row]], list[Row]],
+) -> ExpectedExchange:
+    """Sum layer by layer what `sent(name, us, kept afterwards by the run)` gives for each rank."""
+    compression = parse_compression(inputs.bucket.compress)
+    out = np.sum(inputs.rows, 0)
+    kept: list[dict[str, Row]] = [{} for _ in inputs.rows]
+    for name, span, shape in inputs.spans:
+        if not compression.compresses(shape):
+            continue
+        us = [
+            row[span] + _residual(state, name, prod(shape))
+            for row, state in zip(inputs.rows, inputs.before, strict=True)
+        ]
+        theirs = [_residual(state, name, prod(shape)) for state in inputs.after]
+        parts = sent(name, us, theirs)
+        total = np.zeros(prod(shape))
+        for own, u, part in zip(kept, us, parts, strict=True):
+            own[f"{name}/residual"] = u - part
+            total += part
+        out[span] = total
+    return ExpectedExchange(out, kept=kept)
+
+
+def largest(u: Row, count: int, kept: Row) -> NDArray[np.bool_]:
+    """The largest magnitudes; of equal ones those that the run has sent."""
+    border = np.partition(np.abs(u), u.size - count)[u.size - count]
+    above: NDArray[np.bool_] = np.abs(u) > border
+    equal = np.abs(u) == border
+    # Sent first: 0 was kept of what is not 0; else in order.
+    tied = sorted(np.flatnonzero(equal).tolist(), key=lambda i: (kept[i] == u[i] != 0, i))
+    above[tied[: count - int(above.sum())]] = True
+    return above
+
+
+def _topk(inputs: BucketInputs) -> ExpectedExchange:
+    density = parse_compression(inputs.bucket.compress).amount
+
+    def sent(_: str, us: Sequence[Row], kept: Sequence[Row]) -> list[Row]:
+        count = kept_elements(us[0].size, density)
+        return [np.where(largest(u, count, left), u, 0.0) for u, left in zip(us, kept, strict=True)]
+
+    return _by_layer(inputs, sent)
+
+
+def _mstopk(inputs: BucketInputs) -> ExpectedExchange:
+    density = parse_compression(inputs.bucket.compress).amount
+
+    def sent(_: str, us: Sequence[Row], kept: Sequence[Row]) -> list[Row]:
+        count = kept_elements(us[0].size, density)
+        return [
+            np.where(bisected(u, count, left), u, 0.0) for u, left in zip(us, kept, strict=True)
+        ]
+
+    return _by_layer(inputs, sent)
+
+
+def bisected(u: Row, count: int, kept: Row) -> NDArray[np.bool_]:
+    """MSTopK: all above the upper of two thresholds, and a run of those between them.
+
+    Where that run begins is drawn at random: the run that was taken shows it, and must be one.
+    """
+    magnitude = np.abs(u)
+    mean, top = float(magnitude.mean()), float(magnitude.max())
+    low, high, above, below = 0.0, 1.0, math.inf, 0.0
+    most_above, least_below = 0, u.size
+    for _ in range(SAMPLINGS):
+        middle = low + (high - low) / 2
+        threshold = mean + middle * (top - mean)
+        found = int((magnitude >= threshold).sum())
+        if found <= count:
+            high = middle
+            if found > most_above:
+                most_above, above = found, threshold
+        else:
+            low = middle
+            if found < least_below:
+                least_below, below = found, threshold
+    chosen: NDArray[np.bool_] = magnitude >= above
+    between = np.flatnonzero((magnitude >= below) & ~chosen)
+    missing = count - most_above
+    sent = np.flatnonzero(kept[between] != u[between])
+    start = min(int(sent[0]) if sent.size else 0, between.size - missing)
+    chosen[between[start : start + missing]] = True
+    return chosen
+
+
+SAMPLINGS = 30
+"""N of algorithm 1, as in `comm.compress`."""
+
+
+def _adaptive(inputs: BucketInputs) -> ExpectedExchange:
+    compression = parse_compression(inputs.bucket.compress)
+    layers = [(n, prod(s)) for n, _, s in inputs.spans if compression.compresses(s)]
+    even = [kept_elements(size, compression.amount) for _, size in layers]
+    budgets: list[dict[str, int]] = []
+    shares_before: list[dict[str, float]] = []
+    for state in inputs.before:
+        shares = [float(state.get(f"{name}/share", torch.tensor(1.0))) for name, _ in layers]
+        wanted = [e * s for e, s in zip(even, shares, strict=True)]
+        counts = whole_numbers(wanted, [size for _, size in layers], sum(even))
+        budgets.append(dict(zip((name for name, _ in layers), counts, strict=True)))
+        shares_before.append(dict(zip((name for name, _ in layers), shares, strict=True)))
+    smallest: list[dict[str, float]] = [{} for _ in inputs.rows]
+
+    def sent(name: str, us: Sequence[Row], kept: Sequence[Row]) -> list[Row]:
+        parts = []
+        for rank, (u, left) in enumerate(zip(us, kept, strict=True)):
+            chosen = largest(u, budgets[rank][name], left)
+            smallest[rank][name] = float(np.abs(u[chosen]).min())
+            parts.append(np.where(chosen, u, 0.0))
+        return parts
+
+    found = _by_layer(inputs, sent)
+    for own, known, least in zip(found.kept, shares_before, smallest, strict=True):
+        moved = moved_shares(list(known.values()), even, [least[name] for name in known])
+        for name, share in zip(known, moved, strict=True):
+            own[f"{name}/share"] = np.array([share])
+    return found
+
+
+def whole_numbers(wanted: Sequence[float], sizes: Sequence[int], total: int) -> list[int]:
+    """At least 1 each, the rest in proportion by largest remainders, none above its size."""
+    counts = [1] * len(wanted)
+    while (left := total - sum(counts)) > 0:
+        open_ = [i for i in range(len(counts)) if counts[i] < sizes[i]]
+        weight = math.fsum(wanted[i] for i in open_)
+        quotas = {i: wanted[i] / weight * left for i in open_}
+        for i in open_:
+            counts[i] = min(sizes[i], counts[i] + math.floor(quotas[i]))
+        rest = total - sum(counts)
+        if rest < len(open_):
+            order = sorted(open_, key=lambda i: (math.floor(quotas[i]) - quotas[i], i))
+            for i in order[:rest]:
+                counts[i] = min(sizes[i], counts[i] + 1)
+    return counts
+
+
+def moved_shares(
+    shares: Sequence[float], even: Sequence[int], smallest: Sequence[float]
+) -> list[float]:
+    """Shares of the next step: by the root of smallest value over geometric mean, limited."""
+    known = [i for i, value in enumerate(smallest) if 0 < value < math.inf]
+    if not known:
+        return list(shares)
+    logs = math.fsum(even[i] * math.log(smallest[i]) for i in known)
+    mean = logs / sum(even[i] for i in known)
+    moved = []
+    for share, value in zip(shares, smallest, strict=True):
+        factor = math.exp((math.log(value) - mean) / 2) if 0 < value < math.inf else 0.5
+        moved.append(share * min(max(factor, 0.5), 2.0))
+    scale = sum(even) / math.fsum(e * s for e, s in zip(even, moved, strict=True))
+    return [min(max(share * scale, 0.25), 4.0) for share in moved]
+
+
+def _randomk(inputs: BucketInputs) -> ExpectedExchange:
+    density = parse_compression(inputs.bucket.compress).amount
+
+    def sent(name: str, us: Sequence[Row], kept: Sequence[Row]) -> list[Row]:
+        size = us[0].size
+        count = kept_elements(size, density)
+        borders = np.arange(count + 1) * size // count
+        widths = np.diff(borders)
+        random = draws(inputs.seed, name, inputs.steps).random(count)
+        offsets = np.minimum((random * widths).astype(int), widths - 1)
+        places = np.zeros(size, bool)
+        places[borders[:-1] + offsets] = True
+        return [np.where(places, u, 0.0) for u in us]
+
+    return _by_layer(inputs, sent)
+
+
+def _sign(inputs: BucketInputs) -> ExpectedExchange:
+    ranks = len(inputs.rows)
+    if gathers_whole(ranks):
+        return _by_layer(inputs, lambda _, us, __: [_one_bit(u, _scale(u)) for u in us])
+    return _sign_served(inputs)
+
+
+def _scale(u: Row) -> float:
+    return float(np.float32(np.abs(u).mean())) if u.size else 0.0
+
+
+def _one_bit(u: Row, scale: float) -> Row:
+    # Minus zero counts as negative.
+    return np.where(np.signbit(u), -scale, scale)
+
+
+def _sign_served(inputs: BucketInputs) -> ExpectedExchange:
+    """Of more than two ranks each serves a part, with a residual of its own second rounding."""
+    compression = parse_compression(inputs.bucket.compress)
+    ranks = len(inputs.rows)
+    layers = [(n, span, prod(s)) for n, span, s in inputs.spans if compression.compresses(s)]
+    found = _by_layer(inputs, lambda _, us, __: [_one_bit(u, _scale(u)) for u in us])
+    part = 8 * sign_bytes_per_rank([size for _, _, size in layers], ranks)
+    start = 0
+    for name, span, size in layers:
+        total = found.out[span]
+        again = np.zeros(size)
+        for rank in range(ranks):
+            low = min(max(rank * part - start, 0), size)
+            high = min(max((rank + 1) * part - start, 0), size)
+            own = slice(low, high)
+            left = np.zeros(size)
+            if low < high:
+                served = total[own] + _residual(inputs.before[rank], name, size, "server")[own]
+                again[own] = _one_bit(served, _scale(served))
+                left[own] = served - again[own]
+            found.kept[rank][f"{name}/server"] = left
+        found.out[span] = again
+        start += -(-size // 8) * 8
+    return found
+
+
+def _powersgd(inputs: BucketInputs) -> ExpectedExchange:
+    compression = parse_compression(inputs.bucket.compress)
+    rank = int(compression.amount)
+    out, free = np.sum(inputs.rows, 0), False
+    kept: list[dict[str, Row]] = [{} for _ in inputs.rows]
+    for name, span, shape in inputs.spans:
+        if not compression.compresses(shape):
+            continue
+        rows, columns = matrix_shape(shape)
+        ms = [
+            (row[span] + _residual(state, name, prod(shape))).reshape(rows, columns)
+            for row, state in zip(inputs.rows, inputs.before, strict=True)
+        ]
+        saved = inputs.before[0].get(f"{name}/q")
+        start = draws(inputs.seed, name).standard_normal((rank, columns))
+        q = start if saved is None else saved.double().numpy()
+        p = np.sum([m @ q.T for m in ms], 0)
+        lengths = np.abs(np.diag(np.linalg.qr(p).R))
+        free = free or bool(lengths.min() < 1e-8 * lengths.max())
+        p = np.linalg.qr(p).Q
+        qs = [p.T @ m for m in ms]
+        out[span] = (p @ np.sum(qs, 0)).ravel()
+        for own, m, own_q in zip(kept, ms, qs, strict=True):
+            own[f"{name}/residual"] = (m - p @ own_q).ravel()
+    return ExpectedExchange(out, kept=kept, free=free)
+
+
+# Between nodes.
+
+
+def _hierarchical_topk(inputs: BucketInputs, *, sampled: bool) -> ExpectedExchange:
+    """HiTopKComm: of the node's sum, each shard sends its largest elements; the node keeps the
+    rest."""
+    bucket = inputs.bucket
+    place = {rank: number for number, rank in enumerate(bucket.ranks)}
+    if len(bucket.nodes) == 1:
+        return ExpectedExchange(np.sum(inputs.rows, 0))
+    size = inputs.rows[0].size
+    density = parse_compression(bucket.compress).amount
+    width = len(bucket.nodes[0])
+    flags = len(bucket.names)
+    shards = sparse_shards(size + flags, flags, width, density, 8)
+    out = np.zeros(size)
+    kept: list[dict[str, Row]] = [{} for _ in inputs.rows]
+    choose = bisected if sampled else largest
+    for node in bucket.nodes:
+        members = [place[rank] for rank in node]
+        u = np.sum([inputs.rows[m] + _whole_residual(inputs, m, inputs.before) for m in members], 0)
+        left = np.sum([_whole_residual(inputs, m, inputs.after) for m in members], 0)
+        sent = np.zeros(size)
+        for shard in shards:
+            here = slice(shard.start, shard.middle)
+            if shard.count:
+                chosen = choose(u[here], shard.count, left[here])
+                sent[here] = np.where(chosen, u[here], 0.0)
+        out += sent
+        # Which rank of the node keeps which part is its own business: the sum counts.
+        kept[members[0]]["node"] = u - sent
+    return ExpectedExchange(out, kept=kept)
+
+
+def _whole_residual(inputs: BucketInputs, rank: int, states: Sequence[State]) -> Row:
+    """A rank's residual of the whole bucket, from pieces "name/offset/residual"."""
+    row = np.zeros(inputs.rows[0].size)
+    starts = {name: span.start for name, span, _ in inputs.spans}
+    for key, value in states[rank].items():
+        if not key.endswith("/residual"):
+            continue
+        name, offset = key.removesuffix("/residual"), 0
+        if name not in starts:
+            name, _, number = name.rpartition("/")
+            offset = int(number)
+        if name in starts:
+            first = starts[name] + offset
+            row[first : first + value.numel()] += value.double().flatten().numpy()
+    return row
+
+
+def node_residuals(inputs: BucketInputs) -> dict[int, Row]:
+    """What each node keeps after the step, by the number of its first rank."""
+    place = {rank: number for number, rank in enumerate(inputs.bucket.ranks)}
+    return {
+        place[node[0]]: np.sum(
+            [_whole_residual(inputs, place[r], inputs.after) for r in node], axis=0
+        )
+        for node in inputs.bucket.nodes
+    }
+
+
+# Adasum.
+
+
+def _adasum(inputs: BucketInputs) -> Row:
+    rows = list(inputs.rows)
+    if inputs.hierarchical:
+        place = {rank: number for number, rank in enumerate(inputs.bucket.ranks)}
+        nodes = inputs.bucket.nodes
+        rows = [np.mean([rows[place[rank]] for rank in node], 0) for node in nodes]
+    layers = [span for _, span, _ in inputs.spans]
+    power = 2 ** int(math.log2(len(rows)))
+    level = rows[:power]
+    for number, row in enumerate(rows[power:]):
+        level[number] = _combined(level[number], row, layers)
+    while len(level) > 1:
+        level = [_combined(a, b, layers) for a, b in zip(level[0::2], level[1::2], strict=True)]
+    return level[0]
+
+
+def _combined(a: Row, b: Row, layers: Sequence[slice]) -> Row:
+    out = np.empty_like(a)
+    for layer in layers:
+        x, y = a[layer], b[layer]
+        dot, xx, yy = float(x @ y), float(x @ x), float(y @ y)
+        left = 1 - dot / (2 * xx) if xx > 1e-150 else 1.0
+        right = 1 - dot / (2 * yy) if yy > 1e-150 else 1.0
+        out[layer] = left * x + right * y
+    return out
+
+
+_COMPRESSORS: Mapping[str, Callable[[BucketInputs], ExpectedExchange]] = {
+    "int8": _int8,
+    "sign": _sign,
+    "topk": _topk,
+    "mstopk": _mstopk,
+    "adaptive": _adaptive,
+    "randomk": _randomk,
+    "powersgd": _powersgd,
+}

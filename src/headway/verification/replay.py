@@ -1,0 +1,401 @@
+"""A run with an inexact exchange made again in one process, step by step, with the same compressor.
+
+One replica of model, optimiser and scheduler stands for each rank. In every step it computes the
+gradients of its own share of the batch, which must be what the rank has put into its buckets. From
+these `exchange_reference` computes what must come out and what each rank must keep back. With what
+did come out, all replicas make the update. So every link of a step is compared to rounding, and no
+rounding grows from step to step: an element that is sent in one run and kept in the other because
+two magnitudes differ in the last bit would otherwise make all further steps differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from headway.data import RankBatch, as_source
+from headway.errors import NotEqual
+from headway.plans import Plan
+from headway.plans.layer_split import SPACE
+from headway.run.distributed.launch_env import LaunchEnv
+from headway.run.recipe.recipe import Recipe
+from headway.run.step.forward_pass import to_float64
+from headway.run.step.randomness import RandomDraws, build_model
+from headway.run.step.setup import recipe_plan
+from headway.verification.exchange_recording import (
+    RecordedBucket,
+    RecordedExchange,
+    exchange_file,
+)
+from headway.verification.exchange_reference import (
+    SIGMAS,
+    BucketInputs,
+    ExpectedExchange,
+    Row,
+    expected_exchange,
+    node_residuals,
+)
+from headway.verification.recording import Recording, VerifyJob, build_training_state
+from headway.verification.reference import find_draws, gradients_of
+from headway.verification.samples import reference_batches
+
+FACTOR_TOLERANCE = 1e-9
+"""Of PowerSGD's results: directions of small singular values magnify rounding."""
+
+
+def replay_files(target: Path) -> tuple[Path, Path]:
+    """Where a replay writes what it expects, and what the run has given for it."""
+    return target.with_suffix(".expected.safetensors"), target.with_suffix(".given.safetensors")
+
+
+def record_replay(_: LaunchEnv, job: VerifyJob, target: Path, *, ranks: int) -> None:
+    """Make the run again that was recorded as `target`, with the exchanges of all its ranks."""
+    recipe = job.load()
+    plan = recipe_plan(recipe, job.plan, ranks)
+    exchanges = [RecordedExchange.load(exchange_file(target, rank)) for rank in range(ranks)]
+    replay = _Replay(recipe, plan, job, Recording.load(target), exchanges)
+    replay.run()
+    expected, given = replay_files(target)
+    replay.expected.recording().save(expected)
+    replay.given.recording().save(given)
+
+
+@dataclass
+class _Notes:
+    """Tensors under the keys of a recording, in the order of execution."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    bounds: dict[str, Tensor] = field(default_factory=dict)
+
+    def put(self, key: str, value: Tensor | Row | float, bound: Row | None = None) -> None:
+        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
+        self.tensors[key] = tensor.detach().clone().contiguous()
+        if bound is not None:
+            self.bounds[key] = torch.from_numpy(bound.copy())
+
+    def recording(self) -> Recording:
+        return Recording(self.tensors, tuple(self.tensors), self.bounds)
+
+
+class _Replay:
+    """One replica per rank; `expected` is what it finds, `given` what the run has recorded."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        job: VerifyJob,
+        recorded: Recording,
+        exchanges: Sequence[RecordedExchange],
+    ) -> None:
+        self._recipe, self._plan, self._job = recipe, plan, job
+        self._recorded, self._exchanges = recorded, exchanges
+        self.expected, self.given = _Notes(), _Notes()
+        self._updates = plan.exchange.values == "updates"
+        # Ranks that hold a part of the model, or of a sample, have no gradients of a whole one.
+        self._whole = not plan.split.tensor and plan.mesh.degree(SPACE) == 1
+        count = plan.ranks if self._whole else 1
+        self._replicas = [
+            build_training_state(recipe, to_float64(build_model(recipe))) for _ in range(count)
+        ]
+        self._states: list[dict[str, Tensor]] = [{} for _ in exchanges]
+
+    def run(self) -> None:
+        """All recorded steps."""
+        recipe, split = self._recipe, self._plan.batch
+        source = as_source(recipe.data())
+        copies = self._plan.data_degree
+        batches = reference_batches(
+            source,
+            split,
+            copies,
+            self._job.start(recipe, len(source)),
+            steps=self._job.count(recipe),
+            drop_last=recipe.drop_last,
+        )
+        draws: RandomDraws | None = None
+        for step, shares in enumerate(batches, 1):
+            draws = draws or find_draws(recipe, self._replicas[0].model, shares)
+            self._step(step, shares, draws)
+
+    def _step(self, step: int, shares: Sequence[RankBatch], draws: RandomDraws) -> None:
+        samples = shares[0].samples
+        micros = [[(micro, share.start) for micro in share.micros] for share in shares]
+        if self._whole:
+            found = [
+                gradients_of(self._recipe, replica.model, draws, own, samples)
+                for replica, own in zip(self._replicas, micros, strict=True)
+            ]
+        else:
+            together = [pair for own in micros for pair in own]
+            found = [gradients_of(self._recipe, self._replicas[0].model, draws, together, samples)]
+        counts = sum(count for _, count in found)
+        loss = torch.tensor(sum(one for one, _ in found) / counts, dtype=torch.float64)
+        self._compare(step, "loss", "loss", loss)
+        scale = samples / counts
+        own_samples = [sum(len(m.positions) for m, _ in own) for own in micros]
+        starts = self._proposals(scale, samples, own_samples) if self._updates else []
+        self._exchange(step, samples, own_samples)
+        if self._updates:
+            self._adopt(starts)
+        else:
+            self._update(scale)
+        for replica in self._replicas:
+            if replica.scheduler is not None:
+                replica.scheduler.step()
+        for kind, tensors in self._replicas[0].tensors_by_kind().items():
+            if kind == "gradient" and self._updates:
+                continue  # those that ranks have computed: compared as what went into the exchange
+            for name, tensor in tensors.items():
+                self._compare(step, kind, name, tensor.to_dense())
+
+    # -- what a step consists of -----------------------------------------------------------------
+
+    def _factor(self, rank: int, samples: int, own: Sequence[int]) -> float:
+        """Turns the gradients of a rank's share of the mean into what it exchanges."""
+        if self._plan.exchange.reduce == "sum":
+            return float(self._plan.ranks)
+        if self._plan.exchange.reduce == "adasum" and own[rank]:
+            return samples / own[rank]
+        return 1.0
+
+    def _proposals(self, scale: float, samples: int, own: Sequence[int]) -> list[dict[str, Tensor]]:
+        """Each replica steps by its own gradients; returns the common weights, and leaves the
+        differences in place of gradients."""
+        starts = []
+        for rank, replica in enumerate(self._replicas):
+            named = dict(replica.model.named_parameters())
+            before = {name: p.detach().clone() for name, p in named.items() if p.grad is not None}
+            for name in before:
+                gradient = named[name].grad
+                assert gradient is not None
+                gradient.mul_(scale * self._factor(rank, samples, own))
+            replica.optimizer.step()
+            with torch.no_grad():
+                for name, start in before.items():
+                    named[name].grad = named[name].detach() - start
+            starts.append(before)
+        return starts
+
+    def _adopt(self, starts: Sequence[Mapping[str, Tensor]]) -> None:
+        """Every replica: the common weights plus the combined difference."""
+        with torch.no_grad():
+            for replica, before in zip(self._replicas, starts, strict=True):
+                for name, parameter in replica.model.named_parameters():
+                    if name in before:
+                        parameter.copy_(before[name])
+                    if parameter.grad is not None:
+                        parameter.add_(parameter.grad)
+
+    def _update(self, scale: float) -> None:
+        for replica in self._replicas:
+            for parameter in replica.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.to_dense() * scale
+            if self._recipe.clip is not None:
+                nn.utils.clip_grad_norm_(replica.model.parameters(), self._recipe.clip)
+            replica.optimizer.step()
+
+    def _exchange(self, step: int, samples: int, own: Sequence[int]) -> None:
+        """Compare all buckets of a step, and give the replicas what came out of them."""
+        seen: list[set[str]] = [set() for _ in self._exchanges]
+        sums: list[dict[str, Tensor]] = [{} for _ in self._replicas]
+        used = self._used()
+        for bucket in self._buckets(step):
+            for rank in bucket.ranks:
+                self._check_once(step, bucket, rank, seen[rank])
+            outs = self._bucket(bucket, samples, own)
+            if self._whole:
+                for rank, out in zip(bucket.ranks, outs, strict=True):
+                    sums[rank] |= {n: r for n, r in _rows(bucket, out) if n in used}
+        self._states = [
+            {**before, **_state_of(exchange, step)}
+            for before, exchange in zip(self._states, self._exchanges, strict=True)
+        ]
+        if self._whole:
+            for replica, found in zip(self._replicas, sums, strict=True):
+                for name, parameter in replica.model.named_parameters():
+                    row = found.get(name)
+                    parameter.grad = None if row is None else as_parameter(row, parameter)
+        else:
+            for name, parameter in self._replicas[0].model.named_parameters():
+                given = self._recorded.tensors.get(f"{step}/gradient/{name}")
+                parameter.grad = None if given is None else given.clone()
+
+    def _used(self) -> set[str]:
+        """Parameters for which some rank has a gradient."""
+        return {
+            name
+            for replica in self._replicas
+            for name, parameter in replica.model.named_parameters()
+            if parameter.grad is not None
+        }
+
+    def _buckets(self, step: int) -> Iterator[RecordedBucket]:
+        """Each bucket of a step once for the ranks that exchange it."""
+        seen: set[tuple[tuple[int, ...], tuple[str, ...]]] = set()
+        for exchange in self._exchanges:
+            for bucket in exchange.buckets:
+                key = bucket.ranks, bucket.names
+                if bucket.step == step and key not in seen:
+                    seen.add(key)
+                    yield bucket
+
+    def _check_once(self, step: int, bucket: RecordedBucket, rank: int, seen: set[str]) -> None:
+        twice = seen & set(bucket.names)
+        if twice:
+            raise NotEqual(
+                f"the gradient of {min(twice)} is exchanged twice",
+                where=f"step {step}, rank {rank}",
+            )
+        seen |= set(bucket.names)
+
+    def _bucket(self, bucket: RecordedBucket, samples: int, own: Sequence[int]) -> list[Tensor]:
+        """Compare one bucket; returns what came out of it on each of its ranks."""
+        recorded = [self._exchanges[rank].tensors for rank in bucket.ranks]
+        for rank, tensors in zip(bucket.ranks, recorded, strict=True):
+            if f"{bucket.key}/in" not in tensors or f"{bucket.key}/out" not in tensors:
+                raise NotEqual(
+                    f"rank {rank} did not exchange bucket {bucket.number} ({bucket.names[0]} ...)",
+                    where=f"step {bucket.step}",
+                )
+        if self._whole:
+            self._compare_shares(bucket, samples, own)
+        inputs = BucketInputs(
+            bucket=bucket,
+            rows=[tensors[f"{bucket.key}/in"].double().numpy() for tensors in recorded],
+            before=[self._states[rank] for rank in bucket.ranks],
+            after=[_state_of(self._exchanges[rank], bucket.step) for rank in bucket.ranks],
+            seed=self._recipe.seed,
+            steps=self._steps_before(bucket),
+            reduce=self._plan.exchange.reduce,
+            hierarchical=self._plan.exchange.collective == "hierarchical",
+        )
+        outs = [tensors[f"{bucket.key}/out"] for tensors in recorded]
+        self._compare_sums(inputs, expected_exchange(inputs), outs)
+        return outs
+
+    def _steps_before(self, bucket: RecordedBucket) -> int:
+        known = self._states[bucket.ranks[0]]
+        return max((int(known.get(f"{name}/step", 0)) for name in bucket.names), default=0)
+
+    # -- comparisons -----------------------------------------------------------------------------
+
+    def _compare(self, step: int, kind: str, name: str, expected: Tensor) -> None:
+        """One tensor of rank 0's recording."""
+        key = f"{step}/{kind}/{name}"
+        value = torch.view_as_real(expected) if expected.is_complex() else expected
+        self.expected.put(key, value)
+        if key in self._recorded.tensors:
+            self.given.put(key, self._recorded.tensors[key])
+
+    def _compare_shares(self, bucket: RecordedBucket, samples: int, own: Sequence[int]) -> None:
+        """What each rank has put in: the gradients of its own share."""
+        for rank in bucket.ranks:
+            named = dict(self._replicas[rank].model.named_parameters())
+            factor = bucket.weight
+            if not self._updates:
+                factor *= self._factor(rank, samples, own)
+            given = dict(_rows(bucket, self._exchanges[rank].tensors[f"{bucket.key}/in"]))
+            for name in bucket.names:
+                parameter = named[name]
+                row = _row_of(parameter, factor)
+                key = f"{bucket.step}/share/{name} of rank {rank}"
+                self.expected.put(key, row)
+                self.given.put(key, given[name])
+
+    def _compare_sums(
+        self, inputs: BucketInputs, expected: ExpectedExchange, outs: Sequence[Tensor]
+    ) -> None:
+        bucket = inputs.bucket
+        start = f"{bucket.step}/exchange/bucket {bucket.number} ({bucket.names[0]} ...)"
+        bound = expected.bound
+        kept_bound = None
+        if "powersgd" in bucket.compress:
+            size = np.full_like(expected.out, np.inf if expected.free else 1.0)
+            bound = kept_bound = size * FACTOR_TOLERANCE * (np.abs(expected.out).max() or 1.0)
+            self._compare_feedback(inputs, outs[0], start)
+        for rank, out in zip(bucket.ranks, outs, strict=True):
+            self.expected.put(f"{start} on rank {rank}", expected.out, bound)
+            self.given.put(f"{start} on rank {rank}", out)
+        if expected.bound is not None and expected.bound.any():
+            self._compare_mean(expected, outs[0], f"{start}, mean error")
+        if any("node" in kept for kept in expected.kept):
+            for number, row in node_residuals(inputs).items():
+                key = f"{bucket.step}/residual/bucket {bucket.number} of the node of rank {number}"
+                self.expected.put(key, expected.kept[number]["node"])
+                self.given.put(key, row)
+            return
+        for rank, kept, after in zip(bucket.ranks, expected.kept, inputs.after, strict=False):
+            for name, row in kept.items():
+                key = f"{bucket.step}/residual/{name} of rank {rank}"
+                limit = None if kept_bound is None else np.full(row.size, kept_bound.max())
+                self.expected.put(key, row, limit)
+                if name in after:
+                    self.given.put(key, after[name].double().flatten())
+
+    def _compare_feedback(self, inputs: BucketInputs, out: Tensor, start: str) -> None:
+        """What was sent and what is kept back are all gradients, whatever the directions."""
+        total = np.sum(inputs.rows, 0)
+        for states, sign in ((inputs.before, 1.0), (inputs.after, -1.0)):
+            for state in states:
+                for name, span, _ in inputs.spans:
+                    kept = state.get(f"{name}/residual")
+                    if kept is not None:
+                        total[span] += sign * kept.double().flatten().numpy()
+        limit = np.full_like(total, FACTOR_TOLERANCE * (np.abs(total).max() or 1.0))
+        self.expected.put(f"{start}, sent and kept", total, limit)
+        self.given.put(f"{start}, sent and kept", out)
+
+    def _compare_mean(self, expected: ExpectedExchange, out: Tensor, key: str) -> None:
+        """Errors of rounding have no direction: their mean stays within a few deviations."""
+        assert expected.bound is not None
+        apart = (out.double().numpy() - expected.out) * np.sign(expected.out)
+        # An error that is uniform within its bound has a variance of a third of its square.
+        spread = float(np.sqrt((expected.bound**2 / 3).sum())) or 1.0
+        self.expected.put(key, torch.zeros((), dtype=torch.float64), np.array(SIGMAS))
+        self.given.put(key, torch.tensor(float(apart.sum()) / spread, dtype=torch.float64))
+
+
+def _state_of(exchange: RecordedExchange, step: int) -> dict[str, Tensor]:
+    """What a rank's compressors keep after a step, of all its buckets."""
+    found: dict[str, Tensor] = {}
+    for bucket in exchange.buckets:
+        if bucket.step == step:
+            found |= exchange.state(bucket)
+    return found
+
+
+def _rows(bucket: RecordedBucket, row: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Each parameter of a bucket with its part of a row."""
+    start = 0
+    for name, shape in zip(bucket.names, bucket.shapes, strict=True):
+        size = int(np.prod(shape))
+        yield name, row[start : start + size]
+        start += size
+
+
+def _memory_order(parameter: Tensor) -> list[int]:
+    return sorted(range(parameter.ndim), key=parameter.stride, reverse=True)
+
+
+def _row_of(parameter: nn.Parameter, factor: float) -> Tensor:
+    """A parameter's gradient times a factor, in the order of the parameter's memory."""
+    if parameter.grad is None:
+        return torch.zeros(parameter.numel(), dtype=torch.float64)
+    dense = parameter.grad.to_dense() * factor
+    return dense.permute(_memory_order(parameter)).reshape(-1)
+
+
+def as_parameter(row: Tensor, parameter: Tensor) -> Tensor:
+    """A row in the shape and memory order of a parameter."""
+    order = _memory_order(parameter)
+    shaped = row.view([parameter.shape[dim] for dim in order])
+    return shaped.permute([order.index(dim) for dim in range(parameter.ndim)]).clone(
+        memory_format=torch.preserve_format
+    )

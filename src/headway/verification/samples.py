@@ -1,0 +1,136 @@
+"""The batches of the reference, read by a path of their own: one sample after the other.
+
+Nothing of the loader is used. What both share is the definition of the order of an epoch; that it
+visits every sample exactly once is checked here, and that the shares of all copies together are the
+global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from headway.data import Cursor, MicroBatch, RankBatch, SampleOrder, SeededSource, Source
+from headway.data.order import sample_seeds
+from headway.errors import NotEqual
+from headway.plans import BatchSplit
+
+
+def reference_batches(
+    source: Source,
+    split: BatchSplit,
+    copies: int,
+    start: Cursor,
+    *,
+    steps: int,
+    drop_last: bool,
+) -> Iterator[tuple[RankBatch, ...]]:
+    """The batches of every copy, for so many steps from `start` on.
+
+    Raises:
+        NotEqual: An epoch does not visit every sample once, or the copies' shares do not make up
+            the global batch.
+    """
+    length, epoch, place = len(source), start.epoch, start.position
+    for _ in range(steps):
+        rest = length - place
+        if rest <= 0 or (drop_last and rest < split.samples):
+            epoch, place = epoch + 1, 0
+        count = min(split.samples, length - place)
+        order = epoch_order(length, start.seed, epoch)
+        at = Cursor(seed=start.seed, epoch=epoch, position=place)
+        yield tuple(
+            RankBatch(
+                micros=tuple(
+                    MicroBatch(data=_read(source, order, at, part), positions=part)
+                    for part in parts
+                ),
+                samples=count,
+                start=at,
+                after=at,
+                passes=len(parts),
+            )
+            for parts in _shares(split, copies, count, place)
+        )
+        place += count
+
+
+def epoch_order(length: int, seed: int, epoch: int) -> Sequence[int]:
+    """Which sample stands at each place of an epoch.
+
+    Raises:
+        NotEqual: A sample is left out, or visited twice.
+    """
+    order = SampleOrder(length, seed).indices(epoch, 0, length)
+    missing = np.setdiff1d(np.arange(length), order)
+    if missing.size or order.size != length:
+        raise NotEqual(
+            f"epoch {epoch} does not visit every sample exactly once",
+            where=f"{missing.size} of {length} samples are left out, sample {missing[0]} first"
+            if missing.size
+            else f"{order.size} places for {length} samples",
+        )
+    found: list[int] = order.tolist()
+    return found
+
+
+def _shares(split: BatchSplit, copies: int, count: int, place: int) -> list[tuple[range, ...]]:
+    """The micro-batches of each copy, as places of the epoch."""
+    found = []
+    for copy in range(copies):
+        share = split.share(copy, copies, count)
+        shifted = range(place + share.start, place + share.stop)
+        found.append(split.microbatches(shifted))
+    every = (part for parts in found for part in parts)
+    whole = [place, *(end for part in every for end in (part.start, part.stop)), place + count]
+    # Begin and end of each part in turn: between two parts nothing is left out or taken twice.
+    gaps = list(pairwise(whole))[::2]
+    if any(a != b for a, b in gaps):
+        raise NotEqual(
+            "the shares of the global batch are not the global batch",
+            where=f"{count} samples over {copies} copies",
+            why=f"Places {found} of {place} to {place + count - 1}.",
+        )
+    return found
+
+
+def _read(source: Source, order: Sequence[int], at: Cursor, part: range) -> Any:
+    """The samples at some places, each read by itself."""
+    indices = [order[place] for place in part]
+    seeds = sample_seeds(at.seed, at.epoch, part.start, part.stop)
+
+    def read(chosen: list[int], numbers: list[int]) -> Any:
+        if isinstance(source, SeededSource):
+            return source.read_seeded(chosen, numbers)
+        return source.read(chosen)
+
+    singles = [read([i], [seed]) for i, seed in zip(indices, seeds, strict=True)]
+    joined = _joined(singles)
+    # A data set that joins its samples by itself (padding, say) has no samples of its own shape.
+    return read(indices, seeds) if joined is None else joined
+
+
+def _joined(singles: Sequence[Any]) -> Any:
+    """Batches of one sample as one batch; None where they are not tensors that fit together."""
+    flat = [tree_flatten(single) for single in singles]
+    leaves, form = flat[0]
+    columns = list(zip(*(values for values, _ in flat), strict=False))
+    if any(other != form for _, other in flat):
+        return None
+    fits = all(
+        isinstance(value, Tensor)
+        and value.ndim
+        and len(value) == 1
+        and value.shape == column[0].shape
+        for column in columns
+        for value in column
+    )
+    if not fits or len(columns) != len(leaves):
+        return None
+    return tree_unflatten([torch.cat(column) for column in columns], form)

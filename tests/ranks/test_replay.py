@@ -1,0 +1,268 @@
+"""ranks: `headway verify` of inexact exchanges: a replay in one process; planted bugs show."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from headway.comm.algorithms import adasum
+from headway.comm.algorithms.adasum import Adasum
+from headway.comm.algorithms.method import AllReduce
+from headway.comm.compress import sparsification
+from headway.comm.compress.compressor import Compressor
+from headway.comm.compress.quantization import Fp16, _StochasticRounder
+from headway.comm.exchange.gradient_exchange import GradientExchange
+from headway.plans import BatchSplit, ExchangePlan, data_parallel
+from headway.run.distributed.launch_env import LaunchEnv
+from headway.run.distributed.world import World
+from headway.run.recipe.factory import load_recipe
+from headway.run.step.randomness import LogicalRandomness
+from headway.run.strategy.parameters import WholeParameters
+from headway.run.strategy.strategy import Strategy
+from headway.verification.compare import compare
+from headway.verification.distributed_run import inexact_file, record_in_world
+from headway.verification.recording import Recording, VerifyJob
+from headway.verification.reference import record_serial
+from headway.verification.replay import record_replay, replay_files
+from support.commands import headway_here
+from support.ranks import run_ranks
+from support.recipes import wide
+
+CHOICES = {
+    **{
+        text: ExchangePlan(compress=text, bucket="1 KiB")
+        for text in (
+            "fp16", "bf16", "int8", "sign", "topk:0.1", "mstopk:0.1", "adaptive:0.1",
+            "randomk:0.2", "powersgd:1",
+        )
+    },
+    "fp16, priority": ExchangePlan(compress="fp16", priority=True, chunk="100"),
+    "topk, priority": ExchangePlan(compress="topk:0.1", priority=True),
+    "adasum": ExchangePlan(reduce="adasum"),
+    "sum": ExchangePlan(reduce="sum"),
+}  # fmt: skip
+
+
+def scheduled():
+    """`wide` with rates that change."""
+    return replace(
+        wide(), scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5), batch=11
+    )
+
+
+def job_of(exchange, ranks, directory, recipe="support.recipes:wide"):
+    plan = directory / "plan.json"
+    data_parallel(
+        load_recipe(recipe, ()).batch, processes=ranks, microbatch=4, exchange=exchange
+    ).save(plan)
+    return VerifyJob(recipe=recipe, steps=4, plan=plan)
+
+
+def recorded(world, job, target, plant):
+    if plant is not None:
+        plant()
+    record_in_world(World.adopt(), job, target)
+
+
+def judged(tmp_path, exchange, plant=None, *, ranks=2, recipe="support.recipes:wide"):
+    """The run without compression against the serial one, and the replay of that with it."""
+    job = job_of(exchange, ranks, tmp_path, recipe)
+    target, serial = tmp_path / "split.safetensors", tmp_path / "serial.safetensors"
+    run_ranks(ranks, recorded, job, target, plant)
+    record_serial(LaunchEnv(), job, serial)
+    exact = compare(Recording.load(serial), Recording.load(target))
+    record_replay(LaunchEnv(), job, inexact_file(target), ranks=ranks)
+    expected, given = map(Recording.load, replay_files(inexact_file(target)))
+    return exact, compare(expected, given)
+
+
+def told(comparison):
+    return "\n".join(map(str, comparison.wrong[:5]))
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_exchange_equals_its_replay(tmp_path, choice):
+    exact, replay = judged(tmp_path, CHOICES[choice])
+    assert exact.equal, told(exact)
+    assert replay.equal, told(replay)
+    kinds = {difference.kind for difference in replay.differences}
+    assert {"loss", "share", "exchange", "parameter"} <= kinds
+
+
+def forgets():
+    """What was not sent is not kept."""
+    original = Compressor.rounds
+
+    def rounds(self, fused, route):
+        yield from original(self, fused, route)
+        if self.compression.feedback:
+            self._residual.zero_()
+
+    Compressor.rounds = rounds
+
+
+def sends_twice():
+    original = Compressor.rounds
+
+    def rounds(self, fused, route):
+        yield from original(self, fused, route)
+        fused.gradients.mul_(2)
+
+    Compressor.rounds = rounds
+
+
+def averages():
+    """A plain mean in place of Adasum."""
+
+    def rounds(self, fused, route):
+        yield from AllReduce().rounds(fused, route)
+        fused.gradients.div_(route.size)
+
+    Adasum.rounds = rounds
+
+
+def reads_the_samples_of_rank_0():
+    original = BatchSplit.share
+
+    def share(self, rank, ranks, samples=None):
+        return original(self, 0 if ranks > 1 else rank, ranks, samples)
+
+    BatchSplit.share = share
+
+
+def loses_a_bucket_from_step_2():
+    original = GradientExchange._depart
+
+    def depart(self, bucket):
+        if self.step >= 2 and bucket.number == 0:
+            bucket.fused.gradients.zero_()
+        original(self, bucket)
+
+    GradientExchange._depart = depart
+
+
+def does_not_clip():
+    WholeParameters.clip = lambda self, trained, limit: 1.0
+
+
+def schedules_twice():
+    original = Strategy._schedule
+
+    def schedule(self):
+        original(self)
+        original(self)
+
+    Strategy._schedule = schedule
+
+
+def weighs_ranks():
+    original = Strategy._factor
+
+    def factor(self):
+        return original(self) * (10 if self.context.world.rank == 0 else 0.1)
+
+    Strategy._factor = factor
+
+
+def divides_by_its_own_samples():
+    original = Strategy._factor
+
+    def factor(self):
+        return original(self) * self.context.record.samples / self.context.samples
+
+    Strategy._factor = factor
+
+
+def draws_by_rank():
+    original = LogicalRandomness.__init__
+
+    def init(self, sites, positions, epoch):
+        rank = dist.get_rank()
+        original(self, sites, [p + 1000 * rank for p in positions], epoch)
+
+    LogicalRandomness.__init__ = init
+
+
+def takes_means_over_all_samples():
+    """Adasum of shares of the global mean, in a step with ragged shares."""
+    Strategy._factor = lambda self: self._setup.share
+
+
+def doubles_a_coefficient():
+    original = adasum.adasum_coefficients
+
+    def coefficients(dot, first, second):
+        left, right = original(2 * dot, first, second)
+        return left, right
+
+    adasum.adasum_coefficients = coefficients
+
+
+def is_off_by_a_thousandth():
+    Fp16.factor = lambda self, ranks: 1.001
+
+
+def rounds_down():
+    _StochasticRounder.draw = lambda self, generator: self._table.zero_()
+
+
+def sends_too_few():
+    original = sparsification.top_k
+
+    def top_k(values, k, *, add=None):
+        found = original(values, k, add=add)
+        return torch.where(torch.arange(k) == k - 1, found[0], found)
+
+    sparsification.top_k = top_k
+
+
+@pytest.mark.parametrize(
+    ("choice", "plant", "kind"),
+    [
+        ("topk:0.1", forgets, "residual"),
+        ("powersgd:1", forgets, "exchange"),
+        ("int8", sends_twice, "exchange"),
+        ("adasum", averages, "exchange"),
+        ("fp16", reads_the_samples_of_rank_0, "loss"),
+        ("topk:0.1", loses_a_bucket_from_step_2, "share"),
+        ("int8", schedules_twice, "parameter"),
+        ("adasum", weighs_ranks, "share"),
+        ("fp16", divides_by_its_own_samples, "share"),
+        ("adasum", takes_means_over_all_samples, "share"),
+        ("adasum", doubles_a_coefficient, "exchange"),
+        ("fp16", is_off_by_a_thousandth, "exchange"),
+        ("int8", rounds_down, "exchange"),
+        ("topk:0.1", sends_too_few, "exchange"),
+    ],
+)
+def test_a_planted_bug_is_named(tmp_path, choice, plant, kind):
+    _, replay = judged(tmp_path, CHOICES[choice], plant, recipe=f"{__name__}:scheduled")
+    assert replay.first is not None
+    assert replay.first.kind == kind, told(replay)
+
+
+def test_a_norm_that_is_not_limited_is_named(tmp_path):
+    recipe = "support.recipes:mlp"
+    exact, replay = judged(tmp_path, CHOICES["fp16"], does_not_clip, recipe=recipe)
+    assert (exact.first.kind, replay.first.kind) == ("gradient", "gradient")
+
+
+def test_dropout_by_rank_is_named(tmp_path):
+    recipe = "support.recipes:dropout"
+    exact, replay = judged(tmp_path, CHOICES["fp16"], draws_by_rank, recipe=recipe)
+    assert (exact.first.kind, replay.first.kind) == ("loss", "loss")
+
+
+@pytest.mark.slow
+def test_the_command_says_inexact_and_that_the_law_holds(tmp_path: Path):
+    done = headway_here(
+        "verify", "support.recipes:wide", "-n", "2", "--set", 'exchange.compress="topk:0.05"',
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert "law holds" in done.out
+    assert "INEXACT by its plan, and its law holds" in done.out
