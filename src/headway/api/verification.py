@@ -59,9 +59,9 @@ class EquivalenceResult:
     def errors(self) -> dict[str, float | None]:
         """The largest relative error of each kind of tensor, in the order of a step; None: the run
         has no such tensor."""
-        from headway.verification.recording import KINDS  # imports torch
+        from headway.verification.recording import STEP_KINDS  # imports torch
 
-        worst = {kind: self.comparison.worst(kind) for kind in KINDS}
+        worst = {kind: self.comparison.worst(kind) for kind in STEP_KINDS}
         return {kind: one.error if one else None for kind, one in worst.items()}
 
     @property

@@ -38,8 +38,9 @@ def verify(
     The steps cross the end of an epoch, so that they include a ragged last batch. Exits with 4 on a
     difference.
 
-    Plans that are inexact by design are checked against their own law: compressed exchanges, and
-    pipeline schedules without a flush, whose delayed updates one process repeats.
+    Plans that are inexact by design are made again in one process: with the same compressors, or
+    with the same delayed updates (pipeline schedules without a flush). With nothing compressed,
+    they must equal the serial run.
 
     Args:
         recipe: A recipe.toml, module:function that returns a Recipe, or a bundled workload's name.

@@ -1,7 +1,7 @@
 """What is known of each compressor without running it: one class each, and no torch.
 
 A class says how many bytes its compressor hands to each collective operation, what it may be
-combined with, how fast it typically is, how exact its result is and by which law that is checked.
+combined with, how fast it typically is and how exact its result is.
 The classes of `comm.compress` run them and hand over exactly these bytes. In a plan a compressor
 is a text, "name" or "name:amount" ("mstopk:0.01", "powersgd:2"); see `parse_compression`.
 
@@ -92,8 +92,6 @@ class Compression(ABC):
     anywhere."""
     host_only: ClassVar[bool] = False
     """It works in the memory of the CPU."""
-    rounding: ClassVar[float] = 0.0
-    """Largest error of one rank's contribution, relative to the largest element of the bucket."""
     wire_bytes: ClassVar[int | None] = None
     """Of an element as it travels, where it is rounded."""
     typical_speed: ClassVar[CompressorSpeed] = CompressorSpeed(0.0)
@@ -103,13 +101,6 @@ class Compression(ABC):
 
     def __str__(self) -> str:
         return self.name if self.amount_kind == "none" else f"{self.name}:{self.amount:g}"
-
-    @property
-    def law(self) -> Literal["feedback", "rounding", "sum"]:
-        """Which law its result obeys; see `headway.verification.exchange_law`."""
-        if self.feedback:
-            return "feedback"
-        return "rounding" if self.rounding else "sum"
 
     def wire_element_bytes(self, itemsize: int) -> int:
         """Of an element of `itemsize` bytes, as it travels in an elementwise exchange."""
@@ -285,8 +276,6 @@ class Fp16Compression(ElementwiseCompression):
 
     name = "fp16"
     exactness = 1
-    # Each payload is rounded when it is sent and at most once more on its way.
-    rounding = 2.0**-10
     wire_bytes = 2
     typical_speed = CompressorSpeed(0.04e-9, 0.03e-9)
 
@@ -296,7 +285,6 @@ class Bf16Compression(ElementwiseCompression):
 
     name = "bf16"
     exactness = 1
-    rounding = 2.0**-7
     wire_bytes = 2
     typical_speed = CompressorSpeed(0.04e-9, 0.03e-9)
 
@@ -307,7 +295,6 @@ class Int8Compression(Compression):
     name = "int8"
     exactness = 1
     host_only = True
-    rounding = 1 / 127
     typical_speed = CompressorSpeed(0.35e-9, 0.1e-9)
 
     def compresses(self, shape: Shape) -> bool:

@@ -2,5 +2,5 @@
 
 `recording` says what is compared, `reference` makes the expected numbers in one process,
 `distributed_run` those of the executor, `compare` puts both side by side. An inexact exchange is
-checked by its own law (`exchange_law`) instead.
+made again in one process (`replay`).
 """

@@ -37,8 +37,9 @@ KINDS = (
     "buffer",
     "optimizer",
 )
-"""share, exchange, residual: of an inexact exchange, made again (see `replay`); unclipped: the
-gradient before its norm is limited."""
+STEP_KINDS = ("loss", "gradient", "parameter", "buffer", "optimizer")
+"""Those of every step; share, exchange and residual are of an inexact exchange (see `replay`),
+unclipped is the gradient before its norm is limited."""
 
 
 @dataclass(frozen=True, kw_only=True)

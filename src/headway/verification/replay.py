@@ -144,15 +144,15 @@ class _Replay:
         if self._updates:
             self._adopt(starts)
         else:
-            self._update(scale)
+            # What a split model has recorded is whole, and scaled already.
+            self._update(step, scale if self._whole else 1.0)
         for replica in self._replicas:
             if replica.scheduler is not None:
                 replica.scheduler.step()
         for kind, tensors in self._replicas[0].tensors_by_kind().items():
             if kind == "gradient" and self._updates:
                 continue  # those that ranks have computed: compared as what went into the exchange
-            for name, tensor in tensors.items():
-                self._compare(step, kind, name, tensor.to_dense())
+            self._compare_kind(step, kind, tensors)
 
     # -- what a step consists of -----------------------------------------------------------------
 
@@ -192,12 +192,14 @@ class _Replay:
                     if parameter.grad is not None:
                         parameter.add_(parameter.grad)
 
-    def _update(self, scale: float) -> None:
-        for replica in self._replicas:
+    def _update(self, step: int, scale: float) -> None:
+        for number, replica in enumerate(self._replicas):
             for parameter in replica.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad.to_dense() * scale
             if self._recipe.clip is not None:
+                if not number:
+                    self._compare_kind(step, "unclipped", replica.tensors_by_kind()["gradient"])
                 nn.utils.clip_grad_norm_(replica.model.parameters(), self._recipe.clip)
             replica.optimizer.step()
 
@@ -224,7 +226,8 @@ class _Replay:
                     parameter.grad = None if row is None else as_parameter(row, parameter)
         else:
             for name, parameter in self._replicas[0].model.named_parameters():
-                given = self._recorded.tensors.get(f"{step}/gradient/{name}")
+                kind = "gradient" if self._recipe.clip is None else "unclipped"
+                given = self._recorded.tensors.get(f"{step}/{kind}/{name}")
                 parameter.grad = None if given is None else given.clone()
 
     def _used(self) -> set[str]:
@@ -285,6 +288,10 @@ class _Replay:
         return max((int(known.get(f"{name}/step", 0)) for name in bucket.names), default=0)
 
     # -- comparisons -----------------------------------------------------------------------------
+
+    def _compare_kind(self, step: int, kind: str, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            self._compare(step, kind, name, tensor.to_dense())
 
     def _compare(self, step: int, kind: str, name: str, expected: Tensor) -> None:
         """One tensor of rank 0's recording."""
