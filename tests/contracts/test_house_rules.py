@@ -111,6 +111,7 @@ def test_the_environment_is_read_in_one_place():
             "run/distributed/launch_env.py",
             "launch/",
             "comm/backend/torch_compat.py",
+            "channel/job_secret.py",
         )
         == []
     )

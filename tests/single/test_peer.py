@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -23,6 +24,7 @@ from headway.run.distributed.heartbeat import (
     reported_failure,
     silent_ranks,
 )
+from headway.run.distributed.heartbeat_message import LineError, SignedLines, number, seconds
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import Watchdog, World, break_connections, open_sockets
 
@@ -36,7 +38,7 @@ def pair():
     server = socket.create_server(("127.0.0.1", 0))
     far = socket.create_connection(server.getsockname())
     near, _ = server.accept()
-    peer = HeartbeatConnection(near, now=100.0)
+    peer = HeartbeatConnection(near, 100.0, b"key")
     peer.identity = replace(OWN, rank=1)
     peer.preparing = False
     yield peer, far
@@ -59,14 +61,14 @@ def test_silence_for_longer_than_the_patience_is_a_loss(pair):
 
 def test_who_prepares_is_excused_for_ten_times_as_long(pair):
     peer, _ = pair
-    peer.take_beat({"preparing": True}, 100.0)
+    peer.take_beat({"preparing": "1"}, 100.0)
     assert not peer.overdue(149.0, 5.0, "m")
     assert peer.overdue(151.0, 5.0, "m")
 
 
 def test_who_prepares_on_a_machine_that_does_not_answer_is_not_excused(pair, monkeypatch):
     peer, _ = pair
-    peer.take_beat({"preparing": True}, 100.0)
+    peer.take_beat({"preparing": "1"}, 100.0)
     monkeypatch.setattr(HeartbeatConnection, "answers", lambda self: False)
     assert peer.overdue(105.1, 5.0, "m")
 
@@ -106,7 +108,10 @@ def test_a_process_of_this_machine_that_computes_is_busy(pair, monkeypatch):
 
 
 def test_a_machine_that_acknowledges_answers(pair):
-    peer, _ = pair
+    peer, far = pair
+    far.sendall(b"0" * 32 + b"\n")
+    time.sleep(0.05)
+    peer.receive(101.0)
     for _ in range(3):
         peer.send()
     time.sleep(0.1)
@@ -115,19 +120,75 @@ def test_a_machine_that_acknowledges_answers(pair):
 
 def test_messages_arrive_whole_in_pieces(pair):
     peer, far = pair
-    far.sendall(b'\n{"doing": "da')
+    lines = SignedLines(b"key", calls=True)
+    lines.read(far.recv(100))
+    whole = lines.write({}) + lines.write({"doing": "d\xe4ta = 1 & 2\n", "seconds": 3})
+    far.sendall(lines.greeting + whole[:-20])
     time.sleep(0.05)
     assert peer.receive(101.0) == [{}]
-    far.sendall(b'ta", "seconds": 3}\nnonsense\n[1]\n')
+    far.sendall(whole[-20:])
     time.sleep(0.05)
-    assert peer.receive(102.0) == [{"doing": "data", "seconds": 3}]
+    message = {"doing": "d\xe4ta = 1 & 2\n", "seconds": "3"}
+    assert peer.receive(102.0) == [message]
     assert peer.receive(103.0) == []
     assert peer.heard == 102.0
-    peer.take_beat({"doing": "data", "seconds": 3}, 102.0)
-    assert peer.doing == ("data", 99.0)
+    peer.take_beat(message, 102.0)
+    assert peer.doing == (message["doing"], 99.0)
     far.close()
     time.sleep(0.05)
     assert peer.receive(104.0) is None
+
+
+# -- the signatures -----------------------------------------------------------------------------
+
+
+def greeted(key=b"key"):
+    """Both ends of one connection, which have greeted each other."""
+    caller, called = SignedLines(b"key", calls=True), SignedLines(key, calls=False)
+    caller.read(called.greeting)
+    called.read(caller.greeting)
+    return caller, called
+
+
+def test_a_message_counts_once_in_its_place_on_its_connection_in_its_direction():
+    caller, called = greeted()
+    first, second = caller.write({"n": 1}), caller.write({"n": 2})
+    assert called.read(first)[0] == [{"n": "1"}]
+    assert called.read(first + second)[0] == [{"n": "2"}]  # the repetition is skipped
+    assert called.read(second.replace(b"n=2", b"n=3"))[0] == []
+    assert caller.read(called.write({"n": 4}))[0] == [{"n": "4"}]
+    for line, other in ((first, greeted()[1]), (first, greeted()[0]), (second, greeted()[1])):
+        with pytest.raises(LineError, match="not signed"):
+            other.read(line)
+
+
+def test_who_has_another_key_is_a_stranger():
+    caller, called = greeted(key=b"another")
+    with pytest.raises(LineError, match="not signed"):
+        called.read(caller.write({"hello": 1}))
+
+
+def test_a_line_without_an_end_is_not_kept():
+    called = SignedLines(b"key", calls=False)
+    with pytest.raises(LineError, match="too long"):
+        called.read(b"x" * 2000)
+    caller, called = greeted()
+    called.read(caller.write({}))
+    called.read(b"x" * 200_000)  # a rank of this job may say more, but not without end
+    with pytest.raises(LineError, match="too long"):
+        called.read(b"x" * 100_000)
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1_0", "\u0663", " 1", "1e3", "9" * 5000])
+def test_numbers_are_digits_only(text):
+    with pytest.raises(ValueError, match="no number"):
+        number(text)
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "1e999", "", "x" * 10**6])
+def test_times_are_finite(text):
+    with pytest.raises(ValueError):
+        seconds(text)
 
 
 # -- the thread ----------------------------------------------------------------------------------
@@ -135,16 +196,20 @@ def test_messages_arrive_whole_in_pieces(pair):
 
 def other(listener: HeartbeatListener, rank: int, **facts) -> Heartbeat:
     own = replace(OWN, rank=rank, **facts)
-    return Heartbeat(own, hub=connect_heartbeat("127.0.0.1", listener.notice, own), patience=3.0)
+    return Heartbeat(own, hub=connect_heartbeat(listener.notice, own), patience=3.0)
+
+
+def open_listener() -> HeartbeatListener:
+    return HeartbeatListener.open(socket.create_server(("127.0.0.1", 0)), "127.0.0.1")
 
 
 def test_states_reach_every_rank_and_goodbyes_are_no_losses():
-    listener = HeartbeatListener.open()
+    listener = open_listener()
     said = ("data of step 3", time.monotonic() - 7, False)
     hub = Heartbeat(OWN, listener=listener, patience=3.0)
     slow = Heartbeat(
         replace(OWN, rank=1),
-        hub=connect_heartbeat("127.0.0.1", listener.notice, replace(OWN, rank=1)),
+        hub=connect_heartbeat(listener.notice, replace(OWN, rank=1)),
         status=lambda: said,
     )
     third = other(listener, 2)
@@ -163,14 +228,16 @@ def test_states_reach_every_rank_and_goodbyes_are_no_losses():
 
 
 def test_a_verdict_reaches_the_others_and_strangers_reach_nobody():
-    listener = HeartbeatListener.open()
+    listener = open_listener()
     hub, third = Heartbeat(OWN, listener=listener), other(listener, 2, host="c")
     failing = other(listener, 1, host="b")
-    stranger = socket.create_connection(("127.0.0.1", int(listener.notice.split()[0])))
+    stranger = socket.create_connection(("127.0.0.1", int(listener.notice.split()[1])))
     stranger.sendall(b'{"failed": "me too"}\n{"token": 5}\n')
     for thread in (hub, third, failing):
         thread.start()
-    assert stranger.recv(1) == b""
+    assert len(stranger.recv(100)) == 33  # a greeting, and no more
+    with suppress(ConnectionResetError):
+        assert stranger.recv(1) == b""
     stranger.close()
     time.sleep(0.3)
     assert hub.loss is None
@@ -183,10 +250,56 @@ def test_a_verdict_reaches_the_others_and_strangers_reach_nobody():
         thread.stop()
 
 
+@pytest.mark.parametrize(
+    "packet",
+    [
+        '{"token":"\xe9"}\n'.encode(),
+        b"[" * 60_000 + b"\n",
+        b"0" * 32 + b"\n" + b'{"hello": {"rank": 1}}\n',
+        b"0" * 32 + b"\n" + b"f" * 32 + b" failed=me\n",
+        b"\n" * 1000,
+        b"\xff\xfe\n",
+        b"x" * 10**6,
+    ],
+    ids=["not ASCII", "nested", "unsigned", "forged", "empty lines", "no text", "no end"],
+)
+def test_no_packet_ends_the_thread(packet):
+    listener = open_listener()
+    hub, second = Heartbeat(OWN, listener=listener, patience=3.0), other(listener, 1)
+    hub.start()
+    second.start()
+    place = ("127.0.0.1", int(listener.notice.split()[1]))
+    with socket.create_connection(place, timeout=5) as stranger, suppress(OSError):
+        stranger.sendall(packet)
+        while stranger.recv(100):
+            pass
+    deadline = time.monotonic() + 5
+    while hub.states().keys() != {0, 1} or second.states().keys() != {0, 1}:
+        assert time.monotonic() < deadline
+    assert hub._thread.is_alive()
+    second.stop("ValueError: no")
+    assert hub.lost.wait(5)
+    assert hub.loss.ranks == (1,)
+    hub.stop()
+
+
+def test_a_stranger_that_says_nothing_is_turned_away_at_last(monkeypatch):
+    monkeypatch.setattr("headway.run.distributed.heartbeat._STRANGER_SECONDS", 0.2)
+    listener = open_listener()
+    hub = Heartbeat(OWN, listener=listener, patience=3.0)
+    hub.start()
+    place = ("127.0.0.1", int(listener.notice.split()[1]))
+    with socket.create_connection(place, timeout=5) as stranger:
+        assert len(stranger.recv(100)) == 33
+        assert stranger.recv(1) == b""
+    hub.stop()
+    assert hub.loss is None
+
+
 @pytest.mark.slow
 def test_a_process_that_stood_still_itself_judges_nobody(monkeypatch):
     """As after the suspension of a machine: the beats of the others come when it goes on."""
-    listener = HeartbeatListener.open()
+    listener = open_listener()
     hub, second = Heartbeat(OWN, listener=listener, patience=3.0), other(listener, 1)
     hub.start()
     second.start()
@@ -284,8 +397,12 @@ def test_only_connections_of_foreign_code_since_a_moment_are_broken(pair):
     assert break_connections(kept) >= 1
     ends[1].settimeout(2)
     assert ends[1].recv(1) == b""
+    assert far.recv(100).endswith(b"\n")
+    far.sendall(b"0" * 32 + b"\n")
+    time.sleep(0.05)
+    peer.receive(101.0)
     peer.send()
-    assert far.recv(1) == b"\n"
+    assert far.recv(100).endswith(b"\n")
     python.sendall(b"x")
     assert ends[0].recv(1) == b"x"
     for thing in (server, python, *ends):

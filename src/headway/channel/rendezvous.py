@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import selectors
 import socket
 import struct
 import time
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from headway.channel.job_secret import job_secret, seal, unseal
 from headway.errors import PeerLost, RunError, Stalled, UsageError
 
 CALL_SECONDS = 5.0
@@ -53,25 +55,63 @@ def receive_exactly(link: socket.socket, memory: memoryview) -> bool:
     return True
 
 
+# Calls that have not said enough: of more, the oldest is turned away.
+_MOST_CALLS = 256
+
+
 def accept_calls(
     server: socket.socket, size: int, deadline: float
 ) -> Iterator[tuple[socket.socket, bytes]]:
     """New connections, each with the first bytes that it has sent; ends at a `monotonic` time.
 
-    Where a stranger says less or breaks off, the rest of the bytes are zeros.
+    They are heard side by side: a stranger that connects and says nothing, or too little within
+    `CALL_SECONDS`, holds up nobody.
     """
-    while (left := deadline - time.monotonic()) > 0:
-        server.settimeout(left)
+    server.setblocking(False)
+    # In the order of their calls.
+    calls: dict[socket.socket, tuple[bytearray, float]] = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(server, selectors.EVENT_READ)
+
+        def turn_away(link: socket.socket) -> None:
+            selector.unregister(link)
+            del calls[link]
+            link.close()
+
         try:
-            link, _ = server.accept()
-        except OSError:
-            continue
-        link.settimeout(min(CALL_SECONDS, left))
-        said = bytearray(size)
-        # A stranger that connects and breaks off must not end the wait for the peer.
-        with suppress(OSError):
-            receive_exactly(link, memoryview(said))
-        yield link, bytes(said)
+            while (left := deadline - time.monotonic()) > 0:
+                ready = [key.fileobj for key, _ in selector.select(min(left, CALL_SECONDS / 5))]
+                now = time.monotonic()
+                for late in [link for link, (_, until) in calls.items() if now > until]:
+                    turn_away(late)
+                for link in ready:
+                    if link is server:
+                        with suppress(OSError):
+                            called, _ = server.accept()
+                            called.setblocking(False)
+                            calls[called] = bytearray(), now + CALL_SECONDS
+                            selector.register(called, selectors.EVENT_READ)
+                    elif isinstance(link, socket.socket) and link in calls:
+                        said = calls[link][0]
+                        try:
+                            came = link.recv(size - len(said))
+                        except BlockingIOError:
+                            continue
+                        except OSError:
+                            came = b""
+                        said += came
+                        if not came:
+                            turn_away(link)
+                        elif len(said) == size:
+                            selector.unregister(link)
+                            del calls[link]
+                            link.settimeout(CALL_SECONDS)
+                            yield link, bytes(said)
+                if len(calls) > _MOST_CALLS:
+                    turn_away(next(iter(calls)))
+        finally:
+            for stranger in calls:
+                stranger.close()
 
 
 def interface_address(interface: str) -> list[str]:
@@ -106,6 +146,8 @@ def host_addresses() -> list[str]:
 
 # Of one text; an address list of a machine with many networks is below 1000.
 _BYTES = 8192
+# Brackets in one: a list of lists at most, and shapes of some dimensions.
+_MOST_BRACKETS = 200
 
 
 class ChannelRendezvous(ABC):
@@ -126,6 +168,13 @@ class ChannelRendezvous(ABC):
             PeerLost: It is gone.
             Stalled: It does not come in time.
         """
+
+    def _sealed(self, says: dict[str, Any]) -> str:
+        return seal(json.dumps(says), job_secret(), f"a channel from {self.rank} to {self.peer}")
+
+    def _unsealed(self, text: bytes) -> dict[str, Any]:
+        context = f"a channel from {self.peer} to {self.rank}"
+        return read_object(unseal(text, job_secret(), context))
 
     def check_same_request(self, wanted: dict[str, Any], theirs: dict[str, Any]) -> None:
         """Raise a RunError where the two ends do not ask for the same channel."""
@@ -183,7 +232,7 @@ class GroupRendezvous(ChannelRendezvous):
         self._group = group
 
     def swap(self, says: dict[str, Any]) -> dict[str, Any]:
-        text = json.dumps(says).encode()
+        text = self._sealed(says).encode()
         # A receive has to know its size, so texts are padded to a fixed one.
         mine, theirs = torch.zeros(2, _BYTES, dtype=torch.uint8)
         mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -208,7 +257,7 @@ class GroupRendezvous(ChannelRendezvous):
                 why=text_,
                 fix="Its own error, or the signal that killed it, is the cause.",
             ) from error
-        return _read(bytes(theirs.tolist()).rstrip(b"\0"))
+        return self._unsealed(bytes(theirs.tolist()).rstrip(b"\0"))
 
 
 class StoreRendezvous(ChannelRendezvous):
@@ -224,16 +273,25 @@ class StoreRendezvous(ChannelRendezvous):
     def swap(self, says: dict[str, Any]) -> dict[str, Any]:
         self._rounds += 1
         key = f"{self._key}/{self._rounds}"
-        self._store.set(f"{key}/{self.rank}", json.dumps(says))
+        self._store.set(f"{key}/{self.rank}", self._sealed(says))
         try:
             self._store.wait([f"{key}/{self.peer}"], timedelta(seconds=self.seconds))
         except RuntimeError as error:
             raise self.late(str(error).partition("\n")[0]) from error
-        return _read(self._store.get(f"{key}/{self.peer}"))
+        return self._unsealed(self._store.get(f"{key}/{self.peer}"))
 
 
-def _read(text: bytes) -> dict[str, Any]:
-    found = json.loads(text)
+def read_object(text: str) -> dict[str, Any]:
+    """A JSON object of another rank.
+
+    Raises:
+        RunError: It is none, or one that is larger or deeper than any that is sent.
+    """
+    found: Any = None
+    # Before the parser, which recurses: what has few brackets is not deep.
+    if len(text) <= _BYTES and text.count("[") + text.count("{") <= _MOST_BRACKETS:
+        with suppress(ValueError):
+            found = json.loads(text)
     if not isinstance(found, dict):
-        raise RunError("the other end of a channel sends no JSON object", why=str(found))
+        raise RunError("the other end of a channel sends no JSON object", why=text[:200])
     return found

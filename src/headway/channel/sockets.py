@@ -23,9 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headway.channel.job_secret import job_secret, sign
 from headway.channel.region import (
+    DTYPES,
     LINE_WORDS,
     METADATA_WORDS,
+    MOST_DIMS,
     MemoryRegion,
     RegionLayout,
     TensorMetadata,
@@ -43,7 +46,7 @@ from headway.channel.rendezvous import (
     receive_exactly,
 )
 from headway.channel.transport import ChannelTransport, SendBuffers
-from headway.errors import PeerLost
+from headway.errors import PeerLost, RunError
 
 _PUT, _CREDIT, _BYE = 1, 2, 3
 # Kind, slot, number, block, and an empty word.
@@ -52,6 +55,12 @@ _HEAD = struct.Struct(f"<{LINE_WORDS}Q")
 _SMALL = 65536
 _GOODBYE_SECONDS = 5.0
 _TOKEN_BYTES = 32
+LOOPBACK = "127.0.0.1"
+# Of a host's name or address.
+_MOST_CHARACTERS = 255
+_INVALID = "sent an invalid message"
+# Memory is taken as the bytes arrive; a larger size could not even be asked for.
+_MOST_TENSOR_BYTES = 1 << 44
 _NO_METADATA = (0,) * METADATA_WORDS
 
 
@@ -84,13 +93,29 @@ class _Inbox:
                     how = "has closed the channel"
                     link.shutdown(socket.SHUT_WR)  # the other end waits for this answer
                     break
+                if kind not in (_PUT, _CREDIT) or slot >= self._layout.slots:
+                    how = _INVALID
+                    break
                 if kind == _CREDIT:
                     self._store(self._layout.credit(slot), number)
+                elif not self._is_tensor(block):
+                    how = _INVALID
+                    break
                 elif not self._take(link, slot, number, block):
                     break
         with self.changed:
             self.ended = how
             self.changed.notify_all()
+
+    def _is_tensor(self, block: list[int]) -> bool:
+        """Whether a block describes a tensor that this process has or finds room for."""
+        dtype, dims, nbytes = block[:3]
+        if dtype >= len(DTYPES) or dims > MOST_DIMS:
+            return False
+        form = TensorMetadata.of(block)
+        if self._layout.nbytes and nbytes > self._layout.nbytes:
+            return False
+        return form.nbytes == nbytes < _MOST_TENSOR_BYTES
 
     def _take(self, link: socket.socket, slot: int, number: int, block: list[int]) -> bool:
         flag, words, nbytes = self._layout.flag(slot), self.region.words, block[2]
@@ -231,19 +256,22 @@ def open_socket_transport(
         address: Of this end, as the other one reaches it; None: all of this machine.
     """
     link, why = None, ""
+    network = namespace_identity("net")
+    shared = bool(network) and meeting.swap({"network": network}).get("network") == network
     if meeting.rank < meeting.peer:
-        with _listen() as server:
+        with _listen(LOOPBACK if shared else address) as server:
             token = secrets.token_bytes(_TOKEN_BYTES)
-            meeting.swap(_notice(server, address, token))
+            addresses = [LOOPBACK] if shared else [address] if address else _addresses()
+            meeting.swap(_notice(server, addresses, token))
             why = str(meeting.swap({}).get("why", ""))
             if not why:
                 link = _accept(server, token, meeting)
     else:
-        notice = meeting.swap({})
+        addresses, port, token = _read_notice(meeting.swap({}))
         try:
-            link = _connect(notice, meeting.seconds)
+            link = _connect(addresses, port, _proof(token, meeting.peer, meeting.rank), meeting)
         except OSError as error:
-            why = f"{', '.join(notice['addresses'])}, port {notice['port']}: {error}"
+            why = f"{', '.join(addresses)}, port {port}: {error}"
         meeting.swap({"why": why})
     if link is None:
         raise PeerLost(
@@ -255,43 +283,60 @@ def open_socket_transport(
     return SocketTransport(f"rank {meeting.peer}", layout, meeting.seconds, link)
 
 
-def _listen() -> socket.socket:
+def _listen(address: str | None) -> socket.socket:
+    """At one address; without one, or where it is not this machine's (a router's), everywhere."""
+    if address:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with suppress(OSError):
+            return socket.create_server((address, 0), family=family)
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", 0))
 
 
-def _notice(server: socket.socket, address: str | None, token: bytes) -> dict[str, Any]:
-    return {
-        "addresses": [address] if address else _addresses(),
-        "port": server.getsockname()[1],
-        "token": token.hex(),
-        "network": namespace_identity("net"),
-    }
+def _notice(server: socket.socket, addresses: list[str], token: bytes) -> dict[str, Any]:
+    return {"addresses": addresses, "port": server.getsockname()[1], "token": token.hex()}
+
+
+def _read_notice(notice: dict[str, Any]) -> tuple[list[str], int, bytes]:
+    """Addresses, port and token of the other end.
+
+    Raises:
+        RunError: The notice has others than these.
+    """
+    try:
+        addresses = [str(address)[:_MOST_CHARACTERS] for address in notice["addresses"]]
+        return addresses, int(notice["port"]) & 0xFFFF, bytes.fromhex(notice["token"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(
+            "the other end of a channel does not say where it listens", why=f"{error!r}"
+        ) from None
+
+
+def _proof(token: bytes, listener: int, caller: int) -> bytes:
+    """What a caller says: that it knows the token, and the secret of the job."""
+    return sign(job_secret(), "channel", token, str(listener), str(caller))
 
 
 def _accept(server: socket.socket, token: bytes, meeting: ChannelRendezvous) -> socket.socket:
-    """The connection that knows the token; others are turned away."""
-    for link, said in accept_calls(server, len(token), time.monotonic() + meeting.seconds):
-        if hmac.compare_digest(said, token):
+    """The connection that proves that it is the peer's; others are turned away."""
+    proof = _proof(token, meeting.rank, meeting.peer)
+    for link, said in accept_calls(server, len(proof), time.monotonic() + meeting.seconds):
+        if hmac.compare_digest(said, proof):
             return link
         link.close()
     raise meeting.late()
 
 
-def _connect(notice: dict[str, Any], seconds: float) -> socket.socket:
+def _connect(
+    addresses: list[str], port: int, proof: bytes, meeting: ChannelRendezvous
+) -> socket.socket:
     """To the first address that answers; OSError where none does."""
-    addresses = [*notice["addresses"]]
-    # Processes of one network namespace share a loopback interface.
-    if notice["network"] and notice["network"] == namespace_identity("net"):
-        addresses.insert(0, "127.0.0.1")
     failed = OSError("there is no address")
     for address in addresses:
         try:
-            link = socket.create_connection(
-                (address, int(notice["port"])), min(CALL_SECONDS, seconds)
-            )
-            link.sendall(bytes.fromhex(notice["token"]))
+            link = socket.create_connection((address, port), min(CALL_SECONDS, meeting.seconds))
+            link.sendall(proof)
             return link
         except OSError as error:
             failed = error

@@ -1,9 +1,9 @@
 """Launches workers on this machine, attempt after attempt, under torch's elastic agent.
 
-All that headway knows of torch's agent is here: its configuration, its errors, what it prints, and
-what it leaves changed in the process (signal handlers, environment). Importing this module does not
-import torch: `start_forkserver` begins the import in the process that all workers are forked from,
-and only then this process imports it itself.
+All that headway knows of torch's agent is here (its configuration, its errors, what it prints, what
+it leaves changed in the process: signal handlers, environment) and in `agent_rendezvous`. Importing
+this module does not import torch: `start_forkserver` begins the import in the process that all
+workers are forked from, and only then this process imports it itself.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import secrets
 import signal
 import tempfile
 import threading
@@ -24,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from headway.channel.job_secret import SECRET
 from headway.checkpoint.directory import committed_steps
 from headway.errors import RunError
 from headway.launch.emulation import EmulatedCluster, PacedCluster
@@ -32,6 +34,7 @@ from headway.launch.preflight import check_processes, threads_for
 from headway.launch.restart_policy import AttemptFacts, RestartPolicy, explain_deaths
 from headway.launch.worker import Job, has_reported, noted_deaths, noted_stop, run_worker
 from headway.run.distributed.failure_record import read_failures
+from headway.run.distributed.launch_env import LOOPBACK
 from headway.run.training.run_directory import RunDirectory
 
 _KILL_SECONDS = 2.0
@@ -109,15 +112,16 @@ def _config(job: Job, processes: int, shutdown_seconds: float) -> Any:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
+    from headway.launch.agent_rendezvous import register
+
     facts: dict[str, Any] = {
         "min_nodes": 1,
         "max_nodes": 1,
         "nproc_per_node": processes,
         "run_id": f"headway-{uuid.uuid4().hex[:12]}",
-        "rdzv_backend": "c10d",
-        "rdzv_endpoint": "localhost:0",
-        # In emulated nodes the loopback is the node's own: the agent's store must be elsewhere.
-        "local_addr": job.emulated.host if job.emulated else "127.0.0.1",
+        "rdzv_backend": register(),
+        # In emulated nodes the loopback is the node's own: the way to the others starts elsewhere.
+        "local_addr": job.emulated.host if job.emulated else LOOPBACK,
         "max_restarts": 0,  # the agent restarts after any failure; `RestartPolicy` decides here
         "monitor_interval": _MONITOR_SECONDS,
         "start_method": "forkserver",
@@ -258,7 +262,8 @@ def launch_local(
                 directory=directory,
                 attempt=attempt,
                 threads=threads_for(processes, threads),
-                environment=dict(os.environ),
+                # A secret for each attempt: a rank of an earlier one is a stranger.
+                environment={**os.environ, SECRET: secrets.token_hex(32)},
                 emulated=emulated,
             )
             before = newest_checkpoint(directory)

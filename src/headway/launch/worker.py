@@ -184,7 +184,7 @@ def run_worker(job: Job) -> None:
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     here = _enter_node(job) if job.emulated else LaunchEnv.here()
     ending = WorkerExit(lambda error: _record(here, error, job.outbox, job.directory))
-    place = replace(here, emergency=ending.from_thread)
+    place = replace(here, emergency=ending.from_thread, meeting=job.outbox / "store")
     watch_others(job.outbox, place)
     with _signals_noticed() as signals:
         try:

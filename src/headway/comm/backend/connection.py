@@ -12,10 +12,10 @@ threads sleep until theirs is, or until it is their turn to poll. State changes 
 which is not held in poll.
 
 `connect_peers`: every rank listens on each of its interfaces, publishes the addresses in the
-group's store, connects to the ranks below its own and accepts those above. A caller shows the
-secret that its callee has put into the store; anyone else is turned away. All ranks read the same
-entries: if one has no address, or a different number of interfaces, all fall back to Gloo's
-connections.
+group's store, connects to the ranks below its own and accepts those above. What is published is
+signed with the secret of the job, and a caller proves that it knows this secret and the callee's
+random token in the store; anyone else is turned away. All ranks read the same entries: if one has
+no address, or a different number of interfaces, all fall back to Gloo's connections.
 """
 
 from __future__ import annotations
@@ -39,14 +39,16 @@ from typing import Any
 
 from torch import Tensor
 
+from headway.channel.job_secret import job_secret, seal, sign, unseal
 from headway.channel.region import memory_at
 from headway.channel.rendezvous import (
     accept_calls,
     configure_connection,
     host_addresses,
     interface_address,
+    read_object,
 )
-from headway.errors import PeerLost, Stalled
+from headway.errors import PeerLost, RunError, Stalled
 
 _HEAD = struct.Struct("<IIQ")
 _DATA, _BYE = 0x68770001, 0x68770002
@@ -199,7 +201,10 @@ class PeerConnection:
     def _begin(self, tag: int, nbytes: int) -> None:
         transfer = self._claim(tag)
         if transfer is None:
-            aside = bytearray(nbytes)
+            aside = _reserve(nbytes)
+            if aside is None:
+                self.ended = f"sent a message of {nbytes} bytes"
+                return
             self._coming, self._room = (tag, aside), memoryview(aside)
         elif transfer.nbytes == nbytes:
             self._coming, self._room = (tag, transfer), transfer.memory
@@ -282,6 +287,13 @@ class PeerConnection:
         """Close without a goodbye, as the death of this process would."""
         self.ended = self.ended or "was closed by this rank"
         self._socket.close()
+
+
+def _reserve(nbytes: int) -> bytearray | None:
+    """Room for a message; the kernel gives its pages as they are filled. None: there is none."""
+    with suppress(MemoryError, OverflowError):
+        return bytearray(nbytes)
+    return None
 
 
 def _rest(parts: list[memoryview], count: int) -> list[memoryview]:
@@ -480,10 +492,11 @@ os.register_at_fork(after_in_child=_forget_all)
 # Peer discovery: the ranks of a group connect to each other through its store.
 
 
-# Secret, rank in the group.
+# Proof, rank in the group.
 _HELLO = struct.Struct("<32sI")
 # Calls of strangers that may wait beside those of the group.
 _STRANGERS = 128
+_TOKEN_BYTES = 32
 
 
 def connect_peers(
@@ -502,23 +515,25 @@ def connect_peers(
     """
     with ExitStack() as stack:
         servers = _listen(stack, ways, len(ranks) + _STRANGERS)
-        secret = secrets.token_bytes(32)
+        token = secrets.token_bytes(_TOKEN_BYTES)
         at = [list(server.getsockname()[:2]) for server in servers]
-        store.set(f"{rank}", json.dumps({"at": at, "secret": secret.hex()}))
+        notice = json.dumps({"at": at, "token": token.hex()})
+        store.set(f"{rank}", seal(notice, job_secret(), f"rank {ranks[rank]}'s addresses"))
         deadline = monotonic() + seconds
         notices = [_notice(store, peer, ranks[peer], deadline) for peer in range(len(ranks))]
-        if not servers or any(len(notice["at"]) != len(servers) for notice in notices):
+        if not servers or any(len(found) != len(servers) for found, _ in notices):
             return None
         found: list[list[PeerConnection]] = [[] for _ in ranks]
         try:
             for way, server in enumerate(servers):
                 # The kernel completes calls before anyone accepts: no circle waits.
                 for peer in range(rank):
-                    hello = _HELLO.pack(bytes.fromhex(notices[peer]["secret"]), rank)
-                    at_peer = notices[peer]["at"][way]
+                    places, theirs = notices[peer]
+                    hello = _HELLO.pack(_proof(theirs, peer, rank), rank)
+                    at_peer = places[way]
                     called = _call(server, at_peer, hello, ranks[peer], deadline)
                     found[peer].append(PeerConnection(peer, called))
-                _answer_all(server, secret, rank, ranks, found, deadline)
+                _answer_all(server, token, rank, ranks, found, deadline)
         except BaseException:
             for link in chain(*found):
                 link.drop()
@@ -551,18 +566,30 @@ def interface_candidates(interfaces: Sequence[str]) -> list[list[str]]:
     return [[*host_addresses(), "127.0.0.1"]]
 
 
-def _notice(store: Any, peer: int, name: int, deadline: float) -> dict[str, Any]:
-    """The addresses and the secret that a rank has put into the store."""
+def _notice(
+    store: Any, peer: int, name: int, deadline: float
+) -> tuple[list[tuple[str, int]], bytes]:
+    """The addresses and the token that a rank has put into the store."""
     try:
         store.wait([f"{peer}"], timedelta(seconds=max(deadline - monotonic(), 0.001)))
     except RuntimeError as error:
         raise _late({name}) from error
-    found: dict[str, Any] = json.loads(store.get(f"{peer}"))
-    return found
+    found = read_object(unseal(store.get(f"{peer}"), job_secret(), f"rank {name}'s addresses"))
+    try:
+        places = [(str(host), int(port)) for host, port in found["at"]]
+        return places, bytes.fromhex(found["token"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(
+            f"rank {name} does not say where it listens", where="backend headway", why=f"{error!r}"
+        ) from None
+
+
+def _proof(token: bytes, callee: int, caller: int) -> bytes:
+    return sign(job_secret(), "links", token, str(callee), str(caller))
 
 
 def _call(
-    server: socket.socket, at: Sequence[Any], hello: bytes, name: int, deadline: float
+    server: socket.socket, at: tuple[str, int], hello: bytes, name: int, deadline: float
 ) -> socket.socket:
     """A connection to a rank, from the interface on which `server` listens."""
     own, (host, port) = server.getsockname()[0], at
@@ -583,19 +610,19 @@ def _call(
 
 def _answer_all(
     server: socket.socket,
-    secret: bytes,
+    token: bytes,
     rank: int,
     ranks: Sequence[int],
     found: list[list[PeerConnection]],
     deadline: float,
 ) -> None:
-    """Accept the calls of all ranks above that know the secret."""
+    """Accept the calls of all ranks above that prove who they are."""
     missing = set(range(rank + 1, len(ranks)))
     calls = accept_calls(server, _HELLO.size, deadline)
     while missing and (call := next(calls, None)):
         link, hello = call
         said, peer = _HELLO.unpack(hello)
-        if hmac.compare_digest(said, secret) and peer in missing:
+        if peer in missing and hmac.compare_digest(said, _proof(token, rank, peer)):
             missing.discard(peer)
             found[peer].append(PeerConnection(peer, link))
         else:

@@ -2,21 +2,21 @@
 
 A thread of each rank sends a heartbeat to rank 0 once a second on a connection of its own, and rank
 0 answers. Rank 0 alone declares others lost and sends its verdict to all; they watch only rank 0.
-Heartbeats are single bytes; a rank that has been doing one thing for more than a second also says
-what it is doing, for messages about a stall.
+Heartbeats are empty messages; a rank that has been doing one thing for more than a second also says
+what it is doing, for messages about a stall. All messages are signed (`heartbeat_message`), so that
+nobody outside of the job can end it or keep a lost rank alive.
 
 `HeartbeatConnection` distinguishes a cut network from a frozen process: the other machine's kernel
 acknowledges what is sent as long as it can be reached (TCP_INFO), and this machine's kernel knows
 what a process on it does (/proc). Both are evidence only; other systems have silence alone.
 
-`RankFailure` is the verdict, given once for the whole job and sent as JSON. One rank reports it to
+`RankFailure` is the verdict, given once for the whole job and sent to all. One rank reports it to
 the user; where rank 0 is lost, one on each machine.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import secrets
 import selectors
@@ -29,10 +29,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from headway.channel.job_secret import job_secret, sign
 from headway.errors import HeadwayError, PeerLost, Stalled
 from headway.run.distributed.failure_record import mark_as_job_error, name_ranks
+from headway.run.distributed.heartbeat_message import LineError, SignedLines, clip, number, seconds
 from headway.run.distributed.launch_env import LaunchEnv
 
 _CHUNK = 65536
@@ -80,38 +82,58 @@ class ProcessIdentity:
             started=_facts(os.getpid())[2],
         )
 
+    @classmethod
+    def from_message(cls, message: Mapping[str, str]) -> ProcessIdentity:
+        """The sender of a hello, which has all attributes.
+
+        Raises:
+            ValueError: The message is none.
+        """
+        try:
+            whole = {name: number(message[name]) for name in ("rank", "local_rank", "node", "pid")}
+            texts = {name: message[name] for name in ("host", "machine", "started")}
+        except KeyError as error:
+            raise ValueError(f"no {error} in a hello") from None
+        return cls(**whole, **texts)  # type: ignore[arg-type]
+
 
 class HeartbeatConnection:
     """A connection to another rank; only the heartbeat's thread uses it.
 
     Attributes:
         identity: Who it is; None until it has said so.
-        heard: When something last arrived from it, in `time.monotonic` seconds.
+        begun: When the connection was made, in `time.monotonic` seconds.
+        heard: When a message last arrived from it.
         doing: What it has done for more than a second, and since when; "" while it progresses.
         preparing: It has not begun its first step.
         left: It said goodbye: no more heartbeats are expected.
     """
 
-    def __init__(self, link: socket.socket, now: float) -> None:
+    def __init__(self, link: socket.socket, now: float, key: bytes, *, calls: bool = False) -> None:
         # Nothing here may block: a dead network must not stop the thread that detects it.
         link.setblocking(False)
         with suppress(OSError):
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.link = link
         self.identity: ProcessIdentity | None = None
-        self.heard = now
+        self.begun = self.heard = now
         self.doing: tuple[str, float] = ("", now)
         self.preparing = True
         self.left = False
-        self._in = b""
-        self._out = b""
+        self._lines = SignedLines(key, calls=calls)
+        self._out = self._lines.greeting
         self._cpu: tuple[float, float] | None = None
-
-    def send(self, message: Mapping[str, Any] | None = None) -> None:
-        """Send a message; without one, a heartbeat of a single byte."""
-        text = b"" if message is None else json.dumps(message).encode()
-        self._out += text + b"\n"
         self.flush()
+
+    def send(self, message: Mapping[str, object] | None = None) -> None:
+        """Send a message; without one, an empty heartbeat."""
+        self._out += self._lines.write(message or {})
+        self.flush()
+
+    @property
+    def greeted(self) -> bool:
+        """Whether what is sent can leave: the other end has said its random number."""
+        return self._lines.greeted
 
     def flush(self) -> None:
         """Send what the socket's buffer had no room for."""
@@ -119,30 +141,32 @@ class HeartbeatConnection:
             with suppress(OSError):
                 self._out = self._out[self.link.send(self._out) :]
 
-    def receive(self, now: float) -> list[dict[str, Any]] | None:
-        """The messages that have arrived (a heartbeat is empty); None: the connection is closed."""
+    def receive(self, now: float) -> list[dict[str, str]] | None:
+        """The messages that have come (a heartbeat is empty); None: closed, or a stranger's."""
         try:
             data = self.link.recv(_CHUNK)
+            messages, answer = self._lines.read(data)
         except BlockingIOError:
             return []
-        except OSError:
+        except (OSError, LineError):
             return None
         if not data:
             return None
-        self.heard, self._cpu = now, None
-        *lines, self._in = (self._in + data).split(b"\n")
-        messages = []
-        for line in lines:
-            with suppress(ValueError):
-                message = json.loads(line) if line else {}
-                if isinstance(message, dict):
-                    messages.append(message)
+        self._out += answer
+        self.flush()
+        # Only what is signed counts as a sign of life.
+        if messages:
+            self.heard, self._cpu = now, None
         return messages
 
-    def take_beat(self, message: Mapping[str, Any], now: float) -> None:
+    def take_beat(self, message: Mapping[str, str], now: float) -> None:
         """Note what the rank is doing, and for how long; nothing while it progresses."""
-        self.preparing = bool(message.get("preparing"))
-        self.doing = (str(message.get("doing", "")), now - float(message.get("seconds", 0.0)))
+        self.preparing = "preparing" in message
+        try:
+            ago = seconds(message.get("seconds", "0"))
+        except ValueError:
+            ago = 0.0
+        self.doing = (message.get("doing", ""), now - ago)
 
     def restart_timer(self, now: float) -> None:
         """Measure silence from now on: this process stood still itself."""
@@ -197,14 +221,6 @@ class HeartbeatConnection:
         return bool(known.started) and _facts(known.pid)[2] == known.started
 
 
-def _read_identity(message: Mapping[str, Any]) -> ProcessIdentity | None:
-    """The sender of a hello; None where the message is none."""
-    try:
-        return ProcessIdentity(**message["hello"])
-    except (KeyError, TypeError):
-        return None
-
-
 def _facts(pid: int) -> tuple[str, float, str]:
     """State letter, CPU seconds and start of a process; empty where it is gone or unknown."""
     try:
@@ -251,15 +267,24 @@ class RankFailure:
         error = kind(self.what, where=where, why=self.why, fix=self.fix)
         return mark_as_job_error(error) if self.reports else error
 
-    def to_message(self) -> dict[str, Any]:
+    def to_message(self) -> dict[str, str]:
         """The verdict for the other ranks."""
-        return {name: asdict(self)[name] for name in ("kind", "ranks", "what", "why", "fix")}
+        texts = {name: clip(getattr(self, name)) for name in ("what", "why", "fix")}
+        return {"verdict": self.kind, "ranks": " ".join(map(str, self.ranks)), **texts}
 
     @classmethod
-    def from_message(cls, verdict: Mapping[str, Any]) -> RankFailure:
-        """The verdict of another rank."""
-        texts: dict[str, Any] = {name: str(verdict[name]) for name in ("what", "why", "fix")}
-        return cls(kind=verdict["kind"], ranks=tuple(map(int, verdict["ranks"])), **texts)
+    def from_message(cls, verdict: Mapping[str, str]) -> RankFailure:
+        """The verdict of another rank.
+
+        Raises:
+            ValueError: The message is none.
+        """
+        kind = verdict.get("verdict", "")
+        if kind not in ("silent", "gone", "failed"):
+            raise ValueError(f"no kind of failure: {kind[:40]!r}")
+        texts = {name: verdict.get(name, "") for name in ("what", "why", "fix")}
+        ranks = tuple(map(number, verdict.get("ranks", "").split()))
+        return cls(kind=kind, ranks=ranks, **texts)  # type: ignore[arg-type]
 
 
 def silent_ranks(
@@ -373,6 +398,10 @@ _TOGETHER_SECONDS = 1.5
 # Where a link is cut in the middle, rank 0, which sees most, must be the first to judge.
 _AFTER_RANK_0_SECONDS = 0.75
 _CONNECT_SECONDS = 5.0
+_MOST_HOST_CHARACTERS = 64
+# Connections that have not said who they are: for how long, and how many, the oldest go first.
+_STRANGER_SECONDS = 10.0
+_MOST_STRANGERS = 256
 
 StatusSource = Callable[[], tuple[str, float, bool]]
 """What a rank is doing, since when (`time.monotonic`), and whether it is still preparing."""
@@ -380,38 +409,45 @@ StatusSource = Callable[[], tuple[str, float, bool]]
 
 @dataclass(frozen=True)
 class HeartbeatListener:
-    """Rank 0's listening socket, and the token that the ranks of this job know."""
+    """Rank 0's listening socket, the address at which others reach it, and its random token."""
 
-    socket: socket.socket
+    server: socket.socket
+    address: str
     token: str
 
     @classmethod
-    def open(cls) -> HeartbeatListener:
-        """Listen on a free port of all interfaces."""
-        if socket.has_dualstack_ipv6():
-            server = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-        else:
-            server = socket.create_server(("", 0))
+    def open(cls, server: socket.socket, address: str) -> HeartbeatListener:
+        """Use a listening socket, for instance of `rendezvous.listen`."""
         server.setblocking(False)
-        return cls(server, secrets.token_hex(16))
+        return cls(server, address, secrets.token_hex(16))
 
     @property
     def notice(self) -> str:
-        """For the others: port and token."""
-        return f"{self.socket.getsockname()[1]} {self.token}"
+        """For the others: address, port and token."""
+        return f"{self.address} {self.server.getsockname()[1]} {self.token}"
 
 
-def connect_heartbeat(host: str, notice: str, own: ProcessIdentity) -> HeartbeatConnection:
+def _key(token: str) -> bytes:
+    """Of the connections to a listener: who reads its token in a store lacks the job's secret."""
+    return sign(job_secret(), "heartbeat", token)
+
+
+def connect_heartbeat(notice: str, own: ProcessIdentity) -> HeartbeatConnection:
     """The connection of another rank to rank 0.
 
     Raises:
         OSError: It cannot be reached there.
     """
-    port, token = notice.split()
+    host, port, token = notice.split()
     link = socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS)
-    peer = HeartbeatConnection(link, time.monotonic())
-    peer.send({"hello": asdict(own), "token": token})
+    peer = HeartbeatConnection(link, time.monotonic(), _key(token), calls=True)
+    peer.send(_hello(own))
     return peer
+
+
+def _hello(own: ProcessIdentity) -> dict[str, object]:
+    # The longest name that a host can have, so that a hello stays below its limit.
+    return {"hello": 1, **asdict(own), "host": own.host[:_MOST_HOST_CHARACTERS]}
 
 
 class Heartbeat:
@@ -437,6 +473,7 @@ class Heartbeat:
         self.lost = threading.Event()
         self._own = own
         self._listener = listener
+        self._key = b"" if listener is None else _key(listener.token)
         self._patience = patience + (_AFTER_RANK_0_SECONDS if listener is None else 0.0)
         self._status = status
         self._on_loss = on_loss
@@ -445,14 +482,15 @@ class Heartbeat:
         self._answered = threading.Event()
         self._question = False
         self._ended = False
-        self._farewell: dict[str, Any] | None = None
+        self._farewell: dict[str, str] | None = None
+        self._coming: dict[int, tuple[str, float]] = {}
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         self._woken.setblocking(False)
         # A pair of sockets, because `select` cannot wait for a `threading.Event`.
         self._selector.register(self._woken, selectors.EVENT_READ)
         if listener is not None:
-            self._selector.register(listener.socket, selectors.EVENT_READ)
+            self._selector.register(listener.server, selectors.EVENT_READ)
         for peer in self._peers:
             self._selector.register(peer.link, selectors.EVENT_READ, peer)
         self._thread = threading.Thread(target=self._run, name="headway-heartbeat", daemon=True)
@@ -469,7 +507,7 @@ class Heartbeat:
         # After a loss this rank's own error is only its effect, and is not announced.
         if self._ended or (failure is not None and self.loss is not None):
             return
-        self._farewell = {"bye": 1} if failure is None else {"failed": failure}
+        self._farewell = {"bye": "1"} if failure is None else {"failed": clip(failure)}
         self._ended = True
         self.beat_now()
         atexit.unregister(self.stop)
@@ -496,7 +534,7 @@ class Heartbeat:
         """Close a forked child's copies, which would hold the connections open after a death."""
         sockets = [self._wake, self._woken, *(peer.link for peer in list(self._peers))]
         if self._listener is not None:
-            sockets.append(self._listener.socket)
+            sockets.append(self._listener.server)
         for copy in sockets:
             with suppress(OSError):
                 # Detached: the object's own clean-up must not close a number that is in use again.
@@ -531,11 +569,11 @@ class Heartbeat:
     def _beat(self, now: float) -> None:
         text, since, preparing = self._status()
         long = text and now - since > _BEAT_SECONDS
-        facts: dict[str, Any] = {"doing": text, "seconds": now - since} if long else {}
+        facts: dict[str, object] = {"doing": clip(text), "seconds": now - since} if long else {}
         if preparing:
-            facts["preparing"] = True
+            facts["preparing"] = 1
         for peer in self._partners():
-            peer.send(facts or None)
+            peer.send(facts)
 
     def _take(self, key: selectors.SelectorKey, now: float) -> None:
         if key.fileobj is self._woken:  # this rank's own main thread wants something
@@ -547,17 +585,28 @@ class Heartbeat:
                 for peer in self._peers:
                     peer.send({"ask": 1})
         elif isinstance(key.data, HeartbeatConnection):
-            self._hear(key.data, now)
+            # It may have been dropped since `select` returned.
+            if key.data in self._peers:
+                self._hear(key.data, now)
         else:
             self._accept(now)
 
     def _accept(self, now: float) -> None:
         assert self._listener is not None
         with suppress(OSError):
-            link, _ = self._listener.socket.accept()
-            peer = HeartbeatConnection(link, now)
+            link, _ = self._listener.server.accept()
+            peer = HeartbeatConnection(link, now, self._key)
             self._peers.append(peer)
             self._selector.register(link, selectors.EVENT_READ, peer)
+        strangers = self._strangers()
+        for peer in strangers[: max(len(strangers) - _MOST_STRANGERS, 0)]:
+            self._drop(peer)
+
+    def _strangers(self) -> list[HeartbeatConnection]:
+        """Those that have called and not said who they are, the oldest first."""
+        if self._listener is None:
+            return []
+        return [peer for peer in self._peers if peer.identity is None]
 
     def _hear(self, peer: HeartbeatConnection, now: float) -> None:
         messages = peer.receive(now)
@@ -572,36 +621,40 @@ class Heartbeat:
         for message in messages:
             if peer.identity is None and not self._introduced(peer, message):
                 return
-            self._handle(peer, message, now)
+            with suppress(ValueError):  # of another version of headway: what is signed is ours
+                self._handle(peer, message, now)
 
-    def _introduced(self, peer: HeartbeatConnection, message: dict[str, Any]) -> bool:
-        """Whether a connection identifies itself; one without the job's token is closed."""
-        known = self._listener is None or secrets.compare_digest(
-            str(message.get("token")), self._listener.token
-        )
-        peer.identity = _read_identity(message) if known else None
+    def _introduced(self, peer: HeartbeatConnection, message: dict[str, str]) -> bool:
+        """Whether a connection identifies itself; one that does not is closed."""
+        with suppress(ValueError):
+            identity = ProcessIdentity.from_message(message)
+            known = [other.identity for other in self._peers if other.identity is not None]
+            if identity.rank not in {self._own.rank, *(each.rank for each in known)}:
+                peer.identity = identity
         if peer.identity is None:
             self._drop(peer)
         elif self._listener is not None:
-            peer.send({"hello": asdict(self._own)})
+            peer.send(_hello(self._own))
         return peer.identity is not None
 
-    def _handle(self, peer: HeartbeatConnection, message: dict[str, Any], now: float) -> None:
+    def _handle(self, peer: HeartbeatConnection, message: dict[str, str], now: float) -> None:
         if "verdict" in message:
-            with suppress(KeyError, TypeError, ValueError):
-                self._declare_lost(RankFailure.from_message(message["verdict"]))
+            self._declare_lost(RankFailure.from_message(message))
         elif "failed" in message:
             assert peer.identity is not None
-            self._declare_lost(
-                reported_failure(peer.identity, str(message["failed"]), self._naming())
-            )
+            self._declare_lost(reported_failure(peer.identity, message["failed"], self._naming()))
         elif "bye" in message:
             peer.left = True
         elif "ask" in message:
-            states = {str(rank): state for rank, state in self._known_states(now).items()}
-            peer.send({"states": states})
+            # One line each, so that the length of a line does not depend on the number of ranks.
+            for rank, (doing, ago) in self._known_states(now).items():
+                peer.send({"state": rank, "doing": clip(doing), "seconds": ago})
+            peer.send({"states": 1})
+        elif "state" in message:
+            state = (message.get("doing", ""), seconds(message.get("seconds", "")))
+            self._coming[number(message["state"])] = state
         elif "states" in message:
-            self._states = {int(rank): (s[0], s[1]) for rank, s in message["states"].items()}
+            self._states, self._coming = self._coming, {}
             self._answered.set()
         elif "hello" not in message:
             peer.take_beat(message, now)
@@ -616,6 +669,9 @@ class Heartbeat:
     def _check_silence(self, now: float) -> None:
         for peer in self._peers:
             peer.flush()
+        for peer in self._strangers():
+            if now - peer.begun > _STRANGER_SECONDS:
+                self._drop(peer)
         machine = self._own.machine
         if not any(peer.overdue(now, self._patience, machine) for peer in self._peers):
             return
@@ -629,14 +685,24 @@ class Heartbeat:
         self.loss = loss
         if self._listener is not None:  # to lost ranks, too: a slow one learns why it must end
             for peer in self._partners():
-                peer.send({"verdict": loss.to_message()})
+                peer.send(loss.to_message())
         self.lost.set()
 
+    def _await_greeting(self) -> None:
+        """A rank that fails at once can only say so once the keys of its connection are known."""
+        deadline = time.monotonic() + _BEAT_SECONDS / 2
+        for peer in self._peers if self._listener is None else ():
+            while not peer.greeted and time.monotonic() < deadline:
+                self._selector.select(_TICK_SECONDS)
+                if peer.receive(time.monotonic()) is None:
+                    return
+
     def _say_goodbye(self) -> None:
+        self._await_greeting()
         if self._listener is not None and self._farewell and "failed" in self._farewell:
             text = self._farewell["failed"]
             loss = reported_failure(self._own, text, self._naming())
-            self._farewell = {"verdict": loss.to_message()}
+            self._farewell = loss.to_message()
         for peer in self._partners():
             peer.send(self._farewell)
 
@@ -648,7 +714,7 @@ class Heartbeat:
         self._wake.close()
         self._woken.close()
         if self._listener is not None:
-            self._listener.socket.close()
+            self._listener.server.close()
 
     def _partners(self) -> list[HeartbeatConnection]:
         """All ranks that have identified themselves, and rank 0 in any case."""

@@ -12,7 +12,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headway.errors import HeadwayError, UsageError
@@ -38,6 +38,9 @@ class LaunchEnv:
         master_port: Port of the meeting point; 0 when alone.
         agent_store: The launching agent's store already listens at the master's address; else rank
             0 opens one there.
+        meeting: A file in a private directory in which the ranks meet, where all are on this
+            machine (emulated nodes too); None: they meet at the master's address.
+        interface: The interface named for exchanges (the first of GLOO_SOCKET_IFNAME); "": none.
         node_name: What the launcher calls this machine; empty: nothing, see `node`.
         pace: In an emulation without root, the file through which the ranks of this node share one
             interface, and its rate in bytes per second; see `comm.traffic_shaper.TrafficShaper.of`.
@@ -55,6 +58,8 @@ class LaunchEnv:
     master_address: str = LOOPBACK
     master_port: int = 0
     agent_store: bool = False
+    meeting: Path | None = field(default=None, compare=False)
+    interface: str = ""
     node_name: str = ""
     pace: tuple[Path, float] | None = None
     emergency: Callable[[HeadwayError], None] | None = field(
@@ -69,6 +74,11 @@ class LaunchEnv:
             UsageError: Variables are missing, are no numbers, or contradict each other.
         """
         env = os.environ if environ is None else environ
+        interface = env.get("GLOO_SOCKET_IFNAME", "").partition(",")[0].strip()
+        return replace(cls._of_launcher(env), interface=interface)
+
+    @classmethod
+    def _of_launcher(cls, env: Mapping[str, str]) -> LaunchEnv:
         if "RANK" in env or "WORLD_SIZE" in env:
             return _from_torchrun(env)
         if "OMPI_COMM_WORLD_RANK" in env:

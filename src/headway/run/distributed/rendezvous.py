@@ -1,5 +1,9 @@
 """Rendezvous: all ranks meet in a fresh store that rank 0 opens.
 
+On one machine the stores are files in the launcher's private directory, which nobody else can read.
+For several machines they are torch's TCPStores, which ask nobody who he is: rank 0's listens at
+one address only, and what is written here is signed with the secret of the job.
+
 No key of an earlier attempt is ever trusted. torch's agents keep one store over all restarts of
 their workers, so the addresses that a dead attempt left there would be used again (torch 2.13: a
 restart fails or hangs). Here the agents' store carries only questions and answers: a rank asks
@@ -9,6 +13,7 @@ store. Without an agent (Slurm, MPI) rank 0 opens the store at the agreed addres
 
 from __future__ import annotations
 
+import errno
 import json
 import secrets
 import socket
@@ -18,15 +23,25 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch.distributed import DistNetworkError, DistStoreError, Store, TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
+from torch.distributed import (  # type: ignore[attr-defined]  # public, but not in __all__
+    DistNetworkError,
+    DistStoreError,
+    FileStore,
+    Store,
+    TCPStore,
+)
 
+from headway.channel.job_secret import job_secret, seal, unseal
+from headway.channel.rendezvous import interface_address
 from headway.errors import Stalled, UsageError
 from headway.run.distributed.failure_record import name_ranks
-from headway.run.distributed.launch_env import LaunchEnv
+from headway.run.distributed.launch_env import LOOPBACK, LaunchEnv
 
 _VERDICT = "headway/verdict"
 _PROBE_SECONDS = 1.0
 _PATIENCE_SECONDS = 5.0
+# Calls of strangers may wait beside those of the ranks.
+_BACKLOG = 1024
 _FIX = "Look for errors of these ranks above; check that all machines can reach each other."
 
 
@@ -37,9 +52,10 @@ class RendezvousResult:
     Attributes:
         store: The fresh store; rank 0 hosts it.
         attempt: The highest restart count that any rank has received.
+        notice: What rank 0 tells the others.
     """
 
-    store: TCPStore
+    store: Store
     attempt: int
     notice: str = ""
 
@@ -57,30 +73,85 @@ def join_rendezvous(place: LaunchEnv, seconds: float, notice: str = "") -> Rende
     deadline = time.monotonic() + seconds
     if place.rank == 0:
         return _gather(place, seconds, deadline, notice)
-    found = _invitations(place, deadline) if place.agent_store else _encounters(place, deadline)
+    asks = place.agent_store or place.meeting
+    found = _invitations(place, deadline) if asks else _encounters(place, deadline)
     for store in found:
         # A count above one: this process reported here before, so it is the store of an old world.
         if store.add(_key("arrived", place.rank), 1) > 1:
             continue
-        store.set(_key("attempt", place.rank), str(place.attempt))
+        _write(store, _key("attempt", place.rank), str(place.attempt))
         meeting = _await_verdict(store, place, seconds, deadline)
         if meeting is not None:
             return meeting
     raise _absent([0], place, seconds)
 
 
-def reachable_address(place: LaunchEnv) -> str:
+def listen(place: LaunchEnv, port: int = 0, host: str = "") -> tuple[socket.socket, str]:
+    """A listening socket of this rank, and the address at which the others reach it.
+
+    It listens at that address only: the loopback where all ranks are on this machine, else the
+    named interface, else the end of this machine's route to the master. Where that is not an
+    address of this machine (a router or a service stands for it), it listens everywhere.
+
+    Args:
+        host: The agreed address, which the others use; "": they are told.
+
+    Raises:
+        OSError: The port is taken.
+    """
+    address = host or _own_address(place)
+    try:
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        bound = str(found[4][0])
+        # A master's name may stand for 127.0.1.1 on the master itself, and for more elsewhere.
+        if _is_loopback(bound) and not _is_loopback(address):
+            return _listen_everywhere(port), address
+        return socket.create_server((bound, port), family=found[0], backlog=_BACKLOG), address
+    except OSError as error:
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            return _listen_everywhere(port), address
+        raise
+
+
+def _listen_everywhere(port: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG
+        )
+    return socket.create_server(("", port), backlog=_BACKLOG)
+
+
+def _own_address(place: LaunchEnv) -> str:
+    if _on_one_machine(place):
+        return LOOPBACK
+    named = interface_address(place.interface) if place.interface else []
+    return named[0] if named else _reachable_address(place)
+
+
+def _on_one_machine(place: LaunchEnv) -> bool:
+    return place.local_ranks == place.ranks
+
+
+def _master(place: LaunchEnv) -> str:
+    """Where rank 0 opens the store if there is no agent."""
+    return LOOPBACK if _on_one_machine(place) and not place.agent_store else place.master_address
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def _reachable_address(place: LaunchEnv) -> str:
     """The address at which other ranks reach this one: its end of the route to the master."""
-    family, kind, _, _, target = socket.getaddrinfo(
-        place.master_address, place.master_port or 1, type=socket.SOCK_DGRAM
-    )[0]
-    with socket.socket(family, kind) as probe:  # UDP: connecting sends nothing
-        probe.connect(target)
-        own = str(probe.getsockname()[0])
-    # The host name of the master may stand for 127.0.1.1 on the master itself: other machines must
-    # use the name then.
-    loopback = own.startswith("127.") or own == "::1"
-    return place.master_address if loopback and place.local_ranks < place.ranks else own
+    own = LOOPBACK
+    with suppress(OSError):
+        family, kind, _, _, target = socket.getaddrinfo(
+            place.master_address, place.master_port or 1, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind) as probe:  # UDP: connecting sends nothing
+            probe.connect(target)
+            own = str(probe.getsockname()[0])
+    return place.master_address if _is_loopback(own) else own
 
 
 # -- rank 0 ------------------------------------------------------------------------------------
@@ -88,13 +159,8 @@ def reachable_address(place: LaunchEnv) -> str:
 
 def _gather(place: LaunchEnv, seconds: float, deadline: float, notice: str) -> RendezvousResult:
     """Open the fresh store, wait for the others, and announce who is missing, if any."""
-    if place.agent_store:
-        address = reachable_address(place)
-        store = _host(address, 0)
-        agents = _agent_store(place, deadline)
-    else:
-        address = place.master_address
-        store, agents = _host(address, place.master_port), None
+    agents = _agent_store(place, deadline) if place.agent_store or place.meeting else None
+    store, location = _open_store(place, agreed=agents is None)
     waiting = set(range(1, place.ranks))
     answered: set[str] = set()
     for _ in _polls(deadline):
@@ -103,42 +169,61 @@ def _gather(place: LaunchEnv, seconds: float, deadline: float, notice: str) -> R
             for rank in waiting:
                 word = _read(agents, _key("question", rank))
                 if word is not None and word not in answered:
-                    agents.set(_key("answer", word), f"{address} {store.port}")
+                    _write(agents, _key("answer", word), location)
                     answered.add(word)
         waiting -= {rank for rank in waiting if store.check([_key("attempt", rank)])}
         if not waiting:
             break
     if waiting:
-        store.set(_VERDICT, json.dumps({"missing": sorted(waiting), "attempt": 0}))
+        _write(store, _VERDICT, json.dumps({"missing": sorted(waiting), "attempt": 0}))
         time.sleep(1.0)  # the store ends with this process: let the others read the verdict
         raise _absent(sorted(waiting), place, seconds)
-    told = (int(store.get(_key("attempt", rank))) for rank in range(1, place.ranks))
+    told = (int(_read(store, _key("attempt", rank)) or 0) for rank in range(1, place.ranks))
     attempt = max([place.attempt, *told])
-    store.set(_VERDICT, json.dumps({"missing": [], "attempt": attempt, "notice": notice}))
+    verdict = {"missing": [], "attempt": attempt, "notice": notice}
+    _write(store, _VERDICT, json.dumps(verdict))
     return RendezvousResult(store=store, attempt=attempt, notice=notice)
 
 
-def _host(address: str, port: int) -> TCPStore:
+def _open_store(place: LaunchEnv, *, agreed: bool) -> tuple[Store, str]:
+    """A fresh store, and where the others find it.
+
+    Args:
+        agreed: At the master's address and port, which the others know; else they are told.
+    """
+    if place.meeting is not None:
+        path = f"{place.meeting}-{secrets.token_hex(8)}"
+        return FileStore(path), path
+    server, address = _listen_patiently(place, agreed=agreed)
+    port = server.getsockname()[1]
+    store = TCPStore(
+        address,
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=_PATIENCE_SECONDS),
+        # Else torch waits here for all clients, and nobody could say who is missing.
+        wait_for_workers=False,
+        # Torch's own socket would listen on all interfaces.
+        master_listen_fd=server.detach(),
+    )
+    return store, f"{address} {port}"
+
+
+def _listen_patiently(place: LaunchEnv, *, agreed: bool) -> tuple[socket.socket, str]:
     # The store of an earlier world of this process may need a moment to free the port.
     patience = time.monotonic() + _PATIENCE_SECONDS
+    port, host = (place.master_port, _master(place)) if agreed else (0, "")
     while True:
         try:
-            return TCPStore(
-                address,
-                port,
-                is_master=True,
-                timeout=timedelta(seconds=_PATIENCE_SECONDS),
-                # Else torch waits here for all clients, and nobody could say who is missing.
-                wait_for_workers=False,
-            )
-        except DistNetworkError as error:
-            if time.monotonic() < patience and "EADDRINUSE" in str(error):
+            return listen(place, port, host)
+        except OSError as error:
+            if time.monotonic() < patience and error.errno == errno.EADDRINUSE:
                 time.sleep(0.1)
                 continue
             raise UsageError(
-                f"rank 0 cannot listen at {address}:{port}",
+                f"rank 0 cannot listen at {host}:{port}",
                 where="rank 0",
-                why=str(error).splitlines()[0],
+                why=str(error),
                 fix="Set MASTER_PORT to a free port, and MASTER_ADDR to an address of rank 0.",
             ) from None
 
@@ -146,20 +231,23 @@ def _host(address: str, port: int) -> TCPStore:
 # -- the other ranks ---------------------------------------------------------------------------
 
 
-def _invitations(place: LaunchEnv, deadline: float) -> Iterator[TCPStore]:
+def _invitations(place: LaunchEnv, deadline: float) -> Iterator[Store]:
     """Ask in the agents' store for the fresh store until rank 0 answers; again if it is lost."""
     agents = _agent_store(place, deadline)
     address = ""
     for _ in _polls(deadline):
         # A new word for each question: an answer to an older one may name a store that is gone.
         word = secrets.token_hex(8)
-        agents.set(_key("question", place.rank), word)
+        _write(agents, _key("question", place.rank), word)
         for _ in _polls(deadline):
             text = _read(agents, _key("answer", word))
             if text is not None:
                 break
         else:
             return
+        if place.meeting is not None:
+            yield FileStore(text)
+            continue
         address, port = text.split()
         store = _connect(address, int(port))
         if store is not None:
@@ -171,7 +259,7 @@ def _invitations(place: LaunchEnv, deadline: float) -> Iterator[TCPStore]:
 def _encounters(place: LaunchEnv, deadline: float) -> Iterator[TCPStore]:
     """The store at the agreed address, as soon as somebody listens there."""
     for _ in _polls(deadline):
-        store = _connect(place.master_address, place.master_port)
+        store = _connect(_master(place), place.master_port)
         if store is not None:
             yield store
 
@@ -192,7 +280,7 @@ def _connect(host: str, port: int) -> TCPStore | None:
 
 
 def _await_verdict(
-    store: TCPStore, place: LaunchEnv, seconds: float, deadline: float
+    store: Store, place: LaunchEnv, seconds: float, deadline: float
 ) -> RendezvousResult | None:
     """Wait for rank 0 to announce that all are here; None: the store is gone."""
     # Rank 0 gives up first and says who is missing; the others wait a little longer for that.
@@ -211,8 +299,10 @@ def _await_verdict(
     raise _absent([0], place, seconds)
 
 
-def _agent_store(place: LaunchEnv, deadline: float) -> TCPStore:
-    """A client of the store that the launching agent keeps."""
+def _agent_store(place: LaunchEnv, deadline: float) -> Store:
+    """The store that all ranks know from their launcher: its file, or its agent's."""
+    if place.meeting is not None:
+        return FileStore(str(place.meeting))
     for store in _encounters(place, deadline):
         return store
     address = f"{place.master_address}:{place.master_port}"
@@ -227,9 +317,14 @@ def _unreachable(what: str, place: LaunchEnv) -> Stalled:
     )
 
 
+def _write(store: Store, key: str, text: str) -> None:
+    store.set(key, seal(text, job_secret(), key))
+
+
 def _read(store: Store, key: str) -> str | None:
+    """What another rank has written, if it has; RunError where it does not belong to this job."""
     # `get` alone would wait, and torch writes a page to the terminal when it gives up.
-    return store.get(key).decode() if store.check([key]) else None
+    return unseal(store.get(key), job_secret(), key) if store.check([key]) else None
 
 
 def _key(what: str, whose: int | str) -> str:

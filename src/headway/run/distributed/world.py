@@ -51,7 +51,7 @@ from headway.run.distributed.heartbeat import (
     connect_heartbeat,
 )
 from headway.run.distributed.launch_env import LaunchEnv
-from headway.run.distributed.rendezvous import join_rendezvous
+from headway.run.distributed.rendezvous import join_rendezvous, listen
 
 
 def open_sockets() -> dict[int, str]:
@@ -131,14 +131,13 @@ class Watchdog:
     def start(
         self,
         listener: HeartbeatListener | None,
-        host: str,
         notice: str,
         patience: float = HEARTBEAT_TIMEOUT_SECONDS,
     ) -> None:
         """Start the heartbeat. Connections opened later may be broken to release the main thread.
 
         Args:
-            notice: Port and token of rank 0's listener; "": there is no heartbeat.
+            notice: Address and token of rank 0's listener; "": there is no heartbeat.
         """
         self._kept = frozenset(open_sockets().values())
         if not notice:
@@ -147,7 +146,7 @@ class Watchdog:
         hub = None
         if listener is None:
             try:
-                hub = connect_heartbeat(host, notice, own)
+                hub = connect_heartbeat(notice, own)
             except OSError as error:
                 warnings.warn(
                     f"rank {own.rank} cannot reach the heartbeat of rank 0 ({error}): a lost rank "
@@ -323,7 +322,8 @@ class World:
             )
         check_heartbeat_timeout(patience_seconds)
         # Before the meeting, in which the others are told its port.
-        listener = HeartbeatListener.open() if place.rank == 0 and patience_seconds else None
+        watched = place.rank == 0 and patience_seconds
+        listener = HeartbeatListener.open(*listen(place)) if watched else None
         try:
             meeting = join_rendezvous(
                 place,
@@ -332,7 +332,7 @@ class World:
             )
         except BaseException:
             if listener is not None:
-                listener.socket.close()
+                listener.server.close()
             raise
         world = cls(
             place=replace(place, attempt=meeting.attempt),
@@ -343,7 +343,7 @@ class World:
         )
         # Before the groups, because a rank that dies while they are made would keep the others
         # waiting in Gloo until the time-out.
-        world._watchdog.start(listener, meeting.store.host, meeting.notice, patience_seconds)
+        world._watchdog.start(listener, meeting.notice, patience_seconds)
         with world.explained("making the process groups"):
             world._make_groups(meeting.store)
         return world

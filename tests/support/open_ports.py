@@ -1,0 +1,52 @@
+"""Which ports processes listen on, as Linux's kernel says in /proc.
+
+`listening(pids)` are (address, port) of their sockets, in one network namespace: that of the first.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+_LISTEN = "0A"
+
+
+def _address(text: str) -> str:
+    """An address as in /proc/net/tcp and tcp6: words of 32 bits in the machine's byte order."""
+    raw = bytes.fromhex(text)
+    words = b"".join(raw[start : start + 4][::-1] for start in range(0, len(raw), 4))
+    found = ipaddress.ip_address(words)
+    mapped = getattr(found, "ipv4_mapped", None)
+    return str(mapped or found)
+
+
+def sockets_of(pid: int) -> Iterator[str]:
+    """The inodes of its sockets."""
+    with suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):
+                target = os.readlink(f"/proc/{pid}/fd/{name}")
+                if target.startswith("socket:["):
+                    yield target[8:-1]
+
+
+def listening(pids: Iterable[int]) -> set[tuple[str, int]]:
+    """Where these processes listen."""
+    every = list(pids)
+    own = {inode for pid in every for inode in sockets_of(pid)}
+    found = set()
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{every[0]}/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _LISTEN and fields[9] in own:
+                address, _, port = fields[1].rpartition(":")
+                found.add((_address(address), int(port, 16)))
+    return found
+
+
+def beyond_the_loopback(found: Iterable[tuple[str, int]]) -> set[tuple[str, int]]:
+    """Those of `listening` that other machines can reach."""
+    return {place for place in found if not ipaddress.ip_address(place[0]).is_loopback}
