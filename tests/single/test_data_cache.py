@@ -31,6 +31,7 @@ from headway.data import (
     as_source,
     cached,
 )
+from headway.data.cache import levels
 from headway.data.cache.blob_store import HEADER, RECORD
 from headway.data.cache.serialization import Decoder, encode
 from headway.errors import DataError
@@ -744,10 +745,39 @@ class TestErrors:
     def test_notes_that_others_can_write_are_not_trusted(self, tmp_path):
         (tmp_path / f"headway-cache-{os.getuid()}").mkdir(mode=0o777)
         os.chmod(tmp_path / f"headway-cache-{os.getuid()}", 0o777)
-        with pytest.warns(CacheWarning, match="can be written by others"):
+        with pytest.warns(CacheWarning, match="others can read or write it"):
             cached(Pictures(), "pictures", memory="1 MiB", disk="cache")
 
-    @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1, "token": "x", "fds": [0, 1]}'])
+    def test_a_link_in_the_place_of_the_notes_is_not_followed(self, tmp_path):
+        (tmp_path / "mine").mkdir(mode=0o700)
+        (tmp_path / f"headway-cache-{os.getuid()}").symlink_to(tmp_path / "mine")
+        with pytest.warns(CacheWarning, match="is a link"):
+            cached(Pictures(), "pictures", memory="1 MiB", disk="cache")
+        assert list((tmp_path / "mine").iterdir()) == []
+
+    @pytest.mark.parametrize("how", ["owner", "mode", "link", "pipe"])
+    def test_a_note_of_somebody_else_is_not_read(self, tmp_path, monkeypatch, how):
+        """It could lead to files in memory of theirs, and with them to their samples."""
+        note = tmp_path / "note"
+        note.write_text('{"pid": 1, "token": "x", "fds": [0, 1]}')
+        monkeypatch.setattr(levels, "attach_memfds", lambda pid, token, files: [3, 4])
+        assert levels._noted(note) == ("x", [3, 4])
+        if how == "owner":
+            own = os.getuid()
+            monkeypatch.setattr("os.getuid", lambda: own + 1)
+        elif how == "mode":
+            note.chmod(0o666)
+        elif how == "link":
+            note = tmp_path / "link"
+            note.symlink_to(tmp_path / "note")
+        else:
+            note.unlink()
+            os.mkfifo(note)
+        assert levels._noted(note) is None
+
+    @pytest.mark.parametrize(
+        "text", ["", "{", "[]", "[" * 4000, '{"pid": 1, "token": "x", "fds": [0, 1]}']
+    )
     def test_a_note_that_leads_nowhere(self, tmp_path, text):
         source = cached(Pictures(), "pictures", memory="1 MiB")
         source.close()

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from headway.channel.job_secret import job_secret, seal, unseal
+from headway.documents import parse_json
 from headway.errors import PeerLost, RunError, Stalled, UsageError
 
 CALL_SECONDS = 5.0
@@ -146,8 +147,6 @@ def host_addresses() -> list[str]:
 
 # Of one text; an address list of a machine with many networks is below 1000.
 _BYTES = 8192
-# Brackets in one: a list of lists at most, and shapes of some dimensions.
-_MOST_BRACKETS = 200
 
 
 class ChannelRendezvous(ABC):
@@ -285,13 +284,12 @@ def read_object(text: str) -> dict[str, Any]:
     """A JSON object of another rank.
 
     Raises:
-        RunError: It is none, or one that is larger or deeper than any that is sent.
+        RunError: It is none, or one that is larger than any that is sent.
     """
     found: Any = None
-    # Before the parser, which recurses: what has few brackets is not deep.
-    if len(text) <= _BYTES and text.count("[") + text.count("{") <= _MOST_BRACKETS:
+    if len(text) <= _BYTES:
         with suppress(ValueError):
-            found = json.loads(text)
+            found = parse_json(text)
     if not isinstance(found, dict):
         raise RunError("the other end of a channel sends no JSON object", why=text[:200])
     return found

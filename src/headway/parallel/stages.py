@@ -62,6 +62,19 @@ class TreeSpec:
         return _build(self, iter(leaves))
 
     @property
+    def possible(self) -> bool:
+        """Whether a value can be put together so; one of another rank may have any attributes."""
+        if self.kind in ("leaf", "constant"):
+            return True
+        known = isinstance(self.keys, tuple) and isinstance(self.parts, tuple)
+        if not known or not all(isinstance(part, TreeSpec) for part in self.parts):
+            return False
+        keyed = self.kind in ("dict", "object")
+        if keyed and len(self.keys) != len(self.parts):
+            return False
+        return _is_container(self) and all(part.possible for part in self.parts)
+
+    @property
     def leaves(self) -> int:
         return 1 if self.kind == "leaf" else sum(part.leaves for part in self.parts)
 
@@ -161,6 +174,26 @@ def _build(structure: TreeSpec, leaves: Iterator[Any]) -> Any:
             return _like(structure.example, dict(zip(structure.keys, parts, strict=True)))
         case _:
             return kind(parts)
+
+
+def _is_container(structure: TreeSpec) -> bool:
+    kind, example = structure.type, structure.example
+    if not isinstance(kind, type):
+        return False
+    match structure.kind:
+        case "tuple" | "list":
+            return kind is (tuple if structure.kind == "tuple" else list)
+        case "dict":
+            return issubclass(kind, dict)
+        case "named":
+            return issubclass(kind, tuple) and len(getattr(kind, "_fields", ())) == len(
+                structure.parts
+            )
+        case "object":
+            names = all(isinstance(key, str) for key in structure.keys)
+            return names and dataclasses.is_dataclass(kind) and type(example) is kind
+        case _:
+            return False
 
 
 def _like(example: Any, fields: dict[str, Any]) -> Any:

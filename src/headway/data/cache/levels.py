@@ -20,11 +20,12 @@ import json
 import os
 import re
 import shutil
+import stat
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -42,11 +43,13 @@ from headway.data.cache.blob_store import (
 )
 from headway.data.cache.memfd import attach_memfds, create_memfds, memfd_available
 from headway.data.cache.serialization import Encoded
+from headway.documents import parse_json
 from headway.errors import DataError
 from headway.units import format_bytes
 
 _STORE = re.compile(r".+-[0-9a-f]{16}")
 _LOCK = ".lock"
+_MOST_NOTE_BYTES = 4096
 
 
 class CacheLevel(ABC):
@@ -358,7 +361,7 @@ class MemoryLevel(CacheLevel):
             # them.
             token, files = found or create_memfds(2)
             if mine and not found:
-                note.write_text(json.dumps({"pid": os.getpid(), "token": token, "fds": files}))
+                _write_note(note, {"pid": os.getpid(), "token": token, "fds": files})
         return self._store_of(token, files)
 
     def _store_of(self, token: str, files: list[int]) -> BlobStore:
@@ -390,21 +393,44 @@ def _same_level(
 
 
 def _notes() -> Path:
-    """A directory of this user alone."""
+    """A directory of this user alone.
+
+    Raises:
+        PermissionError: Somebody else has made it, or could write to it.
+    """
     path = Path(tempfile.gettempdir()) / f"headway-cache-{os.getuid()}"
-    path.mkdir(mode=0o700, exist_ok=True)
-    # In a directory that others can write, a note could lead to files of theirs.
-    facts = path.stat()
-    if facts.st_uid != os.getuid() or facts.st_mode & 0o077:
-        raise PermissionError(0, f"{path} can be written by others")
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    # In a directory that others can write, a note could lead to files of theirs. Not `stat`: a link
+    # of somebody else's could stand there, to a directory of ours.
+    facts = path.lstat()
+    if not stat.S_ISDIR(facts.st_mode) or not _is_private(facts, 0o077):
+        raise PermissionError(0, f"{path} is a link, or others can read or write it")
     return path
+
+
+def _is_private(facts: os.stat_result, forbidden: int) -> bool:
+    return facts.st_uid == os.getuid() and not facts.st_mode & forbidden
+
+
+def _write_note(note: Path, content: dict[str, object]) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    with open(os.open(note, flags, 0o600), "w", encoding="ascii") as file:
+        file.write(json.dumps(content))
 
 
 def _noted(note: Path) -> tuple[str, list[int]] | None:
     """Token and descriptors of the files that a note leads to; None if they are no more."""
     try:
-        facts = json.loads(note.read_text())
-        files = attach_memfds(facts["pid"], facts["token"], facts["fds"])
-    except (OSError, ValueError, KeyError, TypeError):
+        # Of what is opened, not of the path, behind which it could be exchanged. A pipe in its
+        # place must not be waited for.
+        with open(os.open(note, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            facts = os.fstat(file.fileno())
+            if not stat.S_ISREG(facts.st_mode) or not _is_private(facts, 0o022):
+                return None
+            found = parse_json(file.read(_MOST_NOTE_BYTES))
+        token = str(found["token"])
+        files = attach_memfds(found["pid"], token, [*found["fds"]][:2])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
-    return (str(facts["token"]), files) if files else None
+    return (token, files) if files and len(files) == 2 else None

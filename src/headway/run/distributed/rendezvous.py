@@ -33,6 +33,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
 
 from headway.channel.job_secret import job_secret, seal, unseal
 from headway.channel.rendezvous import interface_address
+from headway.documents import parse_json
 from headway.errors import Stalled, UsageError
 from headway.run.distributed.failure_record import name_ranks
 from headway.run.distributed.launch_env import LOOPBACK, LaunchEnv
@@ -290,7 +291,7 @@ def _await_verdict(
         except (DistNetworkError, DistStoreError):
             return None
         if text is not None:
-            verdict = json.loads(text)
+            verdict = parse_json(text)
             if verdict["missing"]:
                 raise _absent(verdict["missing"], place, seconds)
             return RendezvousResult(

@@ -14,10 +14,8 @@ of one machine may share memory; then values are used where they lie.
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
-import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +28,15 @@ from torch import Tensor, nn
 
 from headway.channel.stream import TensorStream
 from headway.errors import RunError
+from headway.parallel.pipeline.runtime.announcement import (
+    MOST_BYTES,
+    read_announcement,
+    write_announcement,
+)
 from headway.parallel.stages import TreeSpec, flatten, is_payload
+
+# More than any machine has; sizes whose product overflows would not even be refused by torch.
+_MOST_TENSOR_BYTES = 1 << 44
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,19 @@ class TensorFormat:
 
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    @property
+    def possible(self) -> bool:
+        """Whether a tensor can have this form; one of another rank may have any attributes."""
+        sizes = self.shape if isinstance(self.shape, tuple) else (None,)
+        order = self.order if isinstance(self.order, tuple) else (None,)
+        return (
+            all(type(size) is int and size >= 0 for size in sizes)
+            and isinstance(self.dtype, torch.dtype)
+            and isinstance(self.flows, bool)
+            and math.prod(sizes) * self.dtype.itemsize < _MOST_TENSOR_BYTES
+            and (not order or sorted(order, key=str) == sorted(range(len(sizes)), key=str))
+        )
 
     def back(self, dense: Tensor) -> Tensor:
         """The tensor of a buffer."""
@@ -96,6 +115,22 @@ class MessageFormat:
         )
         kinds = tuple(type(leaf) for leaf in leaves if not isinstance(leaf, Tensor))
         return MessageFormat(structure, forms, kinds), leaves
+
+    @property
+    def possible(self) -> bool:
+        """Whether messages can have this form; one of another rank may have any attributes."""
+        whole: tuple[Any, ...] = (self.forms, self.kinds, self.structure)
+        if not all(map(isinstance, whole, (tuple, tuple, TreeSpec))):
+            return False
+        tensors: list[Any] = [form for form in self.forms if form is not None]
+        numbers = len(self.forms) - len(tensors)
+        return (
+            all(isinstance(form, TensorFormat) and form.possible for form in tensors)
+            and len(self.kinds) == numbers
+            and all(kind in (int, float) for kind in self.kinds)
+            and self.structure.possible
+            and self.structure.leaves == len(self.forms)
+        )
 
     def fits(self, other: MessageFormat, *, flows: bool) -> bool:
         """Whether a message of the other layout can go by this one.
@@ -329,36 +364,45 @@ class StageConnection:
                 found.append((work, tensor))
         return found
 
-    def announce(self, thing: Any, tag: int) -> PendingTransfers:
-        """Send a plain value of unknown size."""
+    def announce(self, thing: MessageFormat, tag: int) -> PendingTransfers:
+        """Send the form of the messages that follow."""
         text = torch.frombuffer(bytearray(self.written(thing)), dtype=torch.uint8)
         size = torch.tensor([len(text)])
         # NCCL sends tensors of its own device only.
         return self._start(dist.isend, [size.to(self.device), text.to(self.device)], tag)
 
     def hear(self, tag: int) -> Any:
-        """Wait for what the other end announces."""
+        """Wait for what the other end announces.
+
+        Raises:
+            RunError: It announces nothing that may go between stages.
+        """
         size = torch.empty(1, dtype=torch.int64, device=self.device)
         wait_for_transfers(self._start(dist.irecv, [size], tag))
+        if not 0 < int(size) <= MOST_BYTES:
+            raise RunError(
+                f"rank {self._peer} announces a message of {int(size)} bytes",
+                why=f"An announcement has at most {MOST_BYTES}.",
+                fix="All ranks run the same versions of headway and torch.",
+            )
         text = torch.empty(int(size), dtype=torch.uint8, device=self.device)
         wait_for_transfers(self._start(dist.irecv, [text], tag))
         return self.read(text.cpu().numpy().tobytes())
 
-    def written(self, thing: Any) -> bytes:
+    def written(self, thing: MessageFormat) -> bytes:
         """What is announced, with numbers in the place of what each end has of its own."""
-        found = io.BytesIO()
-        pickler = pickle.Pickler(found)
-        places = {id(one): number for number, one in enumerate(self._own)}
-        # The context of split tensors, say: it has process groups, which cannot be pickled.
-        pickler.persistent_id = lambda one: places.get(id(one))  # type: ignore[method-assign]
-        pickler.dump(thing)
-        return found.getvalue()
+        return write_announcement(thing, self._own)
 
-    def read(self, text: bytes) -> Any:
+    def read(self, text: bytes) -> MessageFormat:
         """The inverse of `written`, at the other end."""
-        unpickler = pickle.Unpickler(io.BytesIO(text))
-        unpickler.persistent_load = self._own.__getitem__  # type: ignore[method-assign]
-        return unpickler.load()
+        found = read_announcement(text, self._own)
+        if not (isinstance(found, MessageFormat) and found.possible):
+            raise RunError(
+                f"rank {self._peer} announces no message between stages",
+                why=f"{found!r}"[:200],
+                fix="All ranks run the same versions of headway and torch.",
+            )
+        return found
 
 
 class RemoteStageLink(StageLink):
