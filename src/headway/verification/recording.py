@@ -25,6 +25,7 @@ from headway.run.recipe.factory import load_recipe
 from headway.run.recipe.recipe import Recipe
 from headway.run.step.setup import check_components
 from headway.run.strategy.training_state import TrainingState
+from headway.verification.optimizer_reference import step_as_published
 
 KINDS = (
     "loss",
@@ -168,9 +169,17 @@ class Recorder:
         return Recording(self._tensors, tuple(self._made))
 
 
-def build_training_state(recipe: Recipe, model: nn.Module) -> TrainingState:
-    """Optimiser and scheduler of the recipe around a model."""
+def build_training_state(
+    recipe: Recipe, model: nn.Module, *, reference: bool = False
+) -> TrainingState:
+    """Optimiser and scheduler of the recipe around a model.
+
+    Args:
+        reference: headway's own optimisers step as their papers have it.
+    """
     optimizer = recipe.optimizer(model)
+    if reference:
+        step_as_published(optimizer)
     scheduler = recipe.scheduler(optimizer) if recipe.scheduler else None
     check_components(model, optimizer, scheduler, 1)
     return TrainingState(model, optimizer, scheduler)

@@ -38,6 +38,7 @@ from headway.run.step.setup import recipe_plan
 from headway.run.strategy.training_state import TrainingState
 from headway.schedule.pipeline_schedule import ActionKind, PipelineSchedule, update_groups
 from headway.verification.recording import Recorder, VerifyJob, build_training_state
+from headway.verification.sample_draws import check_sample_draws
 from headway.verification.samples import reference_batches
 
 
@@ -62,7 +63,7 @@ def _record(
     make_step: Callable[[TrainingState, RandomDraws, Sequence[RankBatch], Recorder], float],
 ) -> None:
     """Record steps that `make_step` makes of the batches of all copies; it returns the loss."""
-    trained = build_training_state(recipe, to_float64(build_model(recipe)))
+    trained = build_training_state(recipe, to_float64(build_model(recipe)), reference=True)
     recorder = Recorder(trained)
     sites: RandomDraws | None = None
     source = as_source(recipe.data())
@@ -76,7 +77,10 @@ def _record(
     )
     for step, batches in enumerate(steps, 1):
         # Once: a probe runs the model several times, and finds the same in every step.
-        sites = sites or find_draws(recipe, trained.model, batches)
+        if sites is None:
+            sites = find_draws(recipe, trained.model, batches)
+            if sites.forward:
+                check_sample_draws(recipe.seed)
         loss = make_step(trained, sites, batches, recorder)
         if trained.scheduler is not None:
             trained.scheduler.step()

@@ -101,7 +101,8 @@ class _Replay:
         self._whole = not plan.split.tensor and plan.mesh.degree(SPACE) == 1
         count = plan.ranks if self._whole else 1
         self._replicas = [
-            build_training_state(recipe, to_float64(build_model(recipe))) for _ in range(count)
+            build_training_state(recipe, to_float64(build_model(recipe)), reference=True)
+            for _ in range(count)
         ]
         self._states: list[dict[str, Tensor]] = [{} for _ in exchanges]
 

@@ -1,0 +1,97 @@
+"""LARS and LAMB written a second time, as their papers have them: one parameter after the other.
+
+The reference steps by these, so that a mistake in `headway.optim` is a difference. Sources: You,
+Gitman and Ginsburg 2017, algorithm 1, and Goyal et al. 2017, equation 10 (momentum correction); You
+et al. 2020, algorithm 2. All other optimisers are torch's or the user's, and step as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from headway.optim import LAMB, LARS
+
+Update = Callable[[Tensor, Mapping[str, Any], dict[str, Any]], None]
+
+
+def step_as_published(optimizer: Optimizer) -> Optimizer:
+    """Let `optimizer.step` make the published update; before a scheduler wraps it."""
+    for kind, update in ((LARS, _lars), (LAMB, _lamb)):
+        if isinstance(optimizer, kind):
+            # Bound, as schedulers want the method that they wrap.
+            optimizer.step = MethodType(_step_by(update), optimizer)  # type: ignore[method-assign]
+    return optimizer
+
+
+def _step_by(update: Update) -> Callable[[Optimizer], None]:
+    @torch.no_grad()
+    def step(optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    update(parameter, group, optimizer.state[parameter])
+
+    return step
+
+
+def _lars(parameter: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+    weight, gradient = _real(parameter), _real(parameter.grad)
+    adapted, decay = _rules(parameter, group)
+    length, slope = float(weight.norm()), float(gradient.norm())
+    below = slope + decay * length
+    # Where the formula has no value: a weight of norm 0 would never move.
+    ratio = group["trust"] * length / below if adapted and length > 0 and below > 0 else 1.0
+    direction = ratio * (gradient + decay * weight)
+    rate, momentum = float(group["lr"]), float(group["momentum"])
+    if not momentum:
+        weight -= rate * direction
+        return
+    velocity = _real(state.setdefault("momentum_buffer", torch.zeros_like(parameter)))
+    velocity *= momentum
+    if group["momentum_correction"]:
+        # The buffer holds v / rate: a new rate acts on all of it.
+        velocity += direction
+        weight -= rate * velocity
+    else:
+        velocity += rate * direction
+        weight -= velocity
+
+
+def _lamb(parameter: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+    weight, gradient = _real(parameter), _real(parameter.grad)
+    adapted, decay = _rules(parameter, group)
+    first, second = group["betas"]
+    if not state:
+        state |= {"step": 0, "exp_avg": torch.zeros_like(parameter)}
+        state["exp_avg_sq"] = torch.zeros_like(parameter)
+    state["step"] += 1
+    mean, square = _real(state["exp_avg"]), _real(state["exp_avg_sq"])
+    mean.copy_(first * mean + (1 - first) * gradient)
+    square.copy_(second * square + (1 - second) * gradient**2)
+    biases = [1 - beta ** state["step"] for beta in (first, second)]
+    one, two = biases if group["bias_correction"] else (1.0, 1.0)
+    direction = (mean / one) / ((square / two).sqrt() + group["eps"]) + decay * weight
+    length, turn = float(weight.norm()), float(direction.norm())
+    if group["clamp"] is not None:
+        low, high = group["clamp"]
+        length = min(max(length, low), high)
+    ratio = length / turn if adapted and length > 0 and turn > 0 else 1.0
+    weight -= float(group["lr"]) * ratio * direction
+
+
+def _rules(parameter: Tensor, group: Mapping[str, Any]) -> tuple[bool, float]:
+    """Whether a layer gets a ratio, and its decay."""
+    small = group["exclude_1d"] and parameter.ndim < 2
+    return group["adapt"] and not small, 0.0 if small else float(group["weight_decay"])
+
+
+def _real(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    found = tensor.detach()
+    return torch.view_as_real(found) if found.is_complex() else found

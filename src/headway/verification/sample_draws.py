@@ -1,0 +1,55 @@
+"""Whether random draws really belong to samples: reference and run share what draws them.
+
+A dropout layer is asked for the masks of a few samples. Those of two samples, and of one sample in
+two epochs, must differ; that of one sample must not depend on who else is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import torch
+from torch import Tensor, nn
+
+from headway.errors import NotEqual
+from headway.run.step.batch import resize_batch
+from headway.run.step.randomness import LogicalRandomness, probe_random_draws, seed_everything
+
+WIDTH = 512
+"""Elements of a mask: two of them are equal by chance once in 2^512."""
+POSITIONS = (0, 1, 2, 5)
+
+
+def check_sample_draws(seed: int) -> None:
+    """Ask for masks and compare them.
+
+    Raises:
+        NotEqual: Two masks are equal that must not be, or one differs that must not.
+    """
+    layer = nn.Dropout(0.5)
+    data = torch.ones(len(POSITIONS), WIDTH, dtype=torch.float64)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        found: Tensor = model(batch).sum()
+        return found
+
+    sites = probe_random_draws(layer, loss, data, resize_batch)
+
+    def masks(positions: Sequence[int], epoch: int) -> Tensor:
+        seed_everything(seed, epoch, POSITIONS[0])
+        with LogicalRandomness(sites, positions, epoch):
+            found: Tensor = layer(data[: len(positions)]) != 0
+            return found
+
+    first, later = masks(POSITIONS, 0), masks(POSITIONS, 1)
+    for one, other in combinations([*first, *later], 2):
+        if torch.equal(one, other):
+            raise NotEqual("two samples, or epochs, have the same dropout mask")
+    for place, position in enumerate(POSITIONS):
+        if not torch.equal(masks([position], 0)[0], first[place]):
+            raise NotEqual(f"the dropout mask of sample {position} depends on its batch")
+    kept = float(torch.cat([first, later]).double().mean())
+    # Six standard deviations of 4096 draws.
+    if abs(kept - 0.5) > 0.05:
+        raise NotEqual(f"dropout of one half keeps {kept:.1%} of the elements")
