@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -23,6 +24,7 @@ from headway.launch.preflight import check_processes
 from headway.run.recipe.check import check_recipe
 
 if TYPE_CHECKING:
+    from headway.plans import Plan
     from headway.verification.compare import Comparison
     from headway.verification.recording import Recording, VerifyJob
 
@@ -42,6 +44,8 @@ class EquivalenceResult:
             delayed updates; of an inexact exchange that of the same plan with nothing compressed.
         replay: Of an inexact exchange: the run with what one process makes of it with the same
             compressor.
+        whole: With `whole`: what training runs leave behind ("trained", "resumed", "resumed with 1
+            process") with the serial run.
     """
 
     processes: int
@@ -49,11 +53,13 @@ class EquivalenceResult:
     seconds: float
     replay: Comparison | None = None
     delayed: bool = False
+    whole: Mapping[str, Comparison] = field(default_factory=dict)
 
     @property
     def holds(self) -> bool:
         """Equal to the serial run, and an inexact exchange to its replay."""
-        return self.comparison.equal and (self.replay is None or self.replay.equal)
+        others = [*self.whole.values(), *([self.replay] if self.replay else [])]
+        return self.comparison.equal and all(other.equal for other in others)
 
     @property
     def errors(self) -> dict[str, float | None]:
@@ -97,7 +103,9 @@ class VerificationResult:
         """
         wrong = [run for run in self.runs if not run.holds]
         if wrong:
-            raise _not_equal(wrong, self.steps) if wrong[0].comparison.wrong else _broken(wrong[0])
+            if wrong[0].comparison.wrong:
+                raise _not_equal(wrong, self.steps)
+            raise _broken(wrong[0]) if _differs(wrong[0].replay) else _not_whole(wrong[0])
 
 
 def verify(
@@ -107,6 +115,7 @@ def verify(
     plan: PlanInput | None = None,
     steps: int = STEPS,
     microbatches: bool = False,
+    whole: bool = False,
     overrides: Sequence[str] = (),
     directory: str | Path | None = None,
     on_run: Callable[[EquivalenceResult], None] | None = None,
@@ -127,6 +136,10 @@ def verify(
         microbatches: The serial run goes through the plan's micro-batches one after the other, not
             through each global batch in one piece: for models with batch normalisation, which sees
             one micro-batch at a time.
+        whole: Train, too, twice as many steps from the first sample on, with checkpoints and
+            validations, and resume in the middle with the same plan and with another one: each run
+            must end as the serial one. Not of schedules without a flush; an inexact exchange is
+            exact in these runs.
         overrides: "key=value" changes to the recipe.
         directory: A run directory, in which the verdict is kept for its report.
         on_run: Called with the verdict on each number of processes as soon as it is known.
@@ -162,7 +175,7 @@ def verify(
         from headway.verification.recording import VerifyJob
     given = Path(plan) if isinstance(plan, str) else plan
     job = VerifyJob(recipe=reference, overrides=overrides, steps=steps, plan=given)
-    result = VerificationResult(_verify_split_runs(job, counts, microbatches, on_run), steps)
+    result = VerificationResult(_verify_split_runs(job, counts, microbatches, whole, on_run), steps)
     if directory is not None:
         text = json.dumps(verdict_data(result), indent=2)
         (Path(directory) / "verification.json").write_text(text + "\n")
@@ -173,6 +186,7 @@ def _verify_split_runs(
     job: VerifyJob,
     counts: Sequence[int],
     pieces: bool,
+    whole: bool,
     on_run: Callable[[EquivalenceResult], None] | None,
 ) -> tuple[EquivalenceResult, ...]:
     from headway.verification.compare import compare
@@ -197,12 +211,61 @@ def _verify_split_runs(
             comparison = compare(expected, Recording.load(target))
             inexact = inexact_file(target)
             replay = _replayed(job, inexact, count) if inexact.exists() else None
-            verdicts.append(
-                EquivalenceResult(count, comparison, perf_counter() - start, replay, delayed)
-            )
+            ends = _whole_runs(job, count, pieces) if whole and not delayed else {}
+            seconds = perf_counter() - start
+            verdicts.append(EquivalenceResult(count, comparison, seconds, replay, delayed, ends))
             if on_run is not None:
                 on_run(verdicts[-1])
     return tuple(verdicts)
+
+
+def _whole_runs(job: VerifyJob, processes: int, pieces: bool) -> dict[str, Comparison]:
+    """Training runs of a plan against the serial one: from the beginning, and resumed."""
+    from headway.api.training import train
+    from headway.verification.compare import compare
+    from headway.verification.distributed_run import trained_plan
+    from headway.verification.recording import Recording
+    from headway.verification.reference import record_serial
+    from headway.verification.whole_run import expected_end, recorded_end, without_last
+
+    job = replace(job, whole=True)
+    last, found = 2 * job.steps, {}
+    settings = {"stop": last, "checkpoint_every": job.steps, "validate_every": job.steps}
+    changes = [f"{key}={value}" for key, value in settings.items()]
+    overrides = (*job.overrides, *changes, 'precision="float64"')
+    other = 1 if processes > 1 else 2
+    with tempfile.TemporaryDirectory(prefix="headway-verify-") as folder:
+        serial = Path(folder) / "serial.safetensors"
+        ranks = processes if pieces else None
+        _start(partial(record_serial, ranks=ranks), job, serial, 1)
+        expected = Recording.load(serial)
+
+        def run(name: str, count: int, plan: Plan, start: Path | None) -> Path:
+            directory = Path(folder) / name.replace(" ", "-")
+            if start is not None:
+                shutil.copytree(start, directory)
+                without_last(directory, last)
+            resume = start is not None
+            train(
+                job.recipe,
+                processes=count,
+                plan=plan,
+                overrides=overrides,
+                directory=directory,
+                resume=resume,
+                device="cpu",
+                restarts=0,
+            )
+            given = recorded_end(directory, last, expected)
+            found[name] = compare(expected_end(expected, last, given), given)
+            return directory
+
+        plan = trained_plan(job, processes)
+        first = run("trained", processes, plan, None)
+        run("resumed", processes, plan, first)
+        noun = "process" if other == 1 else "processes"
+        run(f"resumed with {other} {noun}", other, trained_plan(job, other, simple=True), first)
+    return found
 
 
 def _replayed(job: VerifyJob, run: Path, processes: int) -> Comparison:
@@ -261,8 +324,25 @@ def _run_data(verdict: EquivalenceResult) -> dict[str, object]:
         "tensors": len(comparison.differences),
         "errors": {kind: error for kind, error in verdict.errors.items() if error is not None},
         "first_difference": str(comparison.first) if comparison.first else None,
+        "whole": {name: one.equal for name, one in verdict.whole.items()} or None,
         "seconds": verdict.seconds,
     }
+
+
+def _differs(comparison: Comparison | None) -> bool:
+    return comparison is not None and not comparison.equal
+
+
+def _not_whole(verdict: EquivalenceResult) -> NotEqual:
+    name, end = next((n, one) for n, one in verdict.whole.items() if not one.equal)
+    others = [str(difference) for difference in end.wrong]
+    return NotEqual(
+        f"a training run ({name}) does NOT end as the serial run; first difference: {others[0]}",
+        where=f"{verdict.processes} processes",
+        why=f"{len(others)} values differ:\n  " + "\n  ".join(others[:5]),
+        fix="The steps themselves are equal: look at checkpoints, at what is restored from them, "
+        "and at the validation.",
+    )
 
 
 def _broken(verdict: EquivalenceResult) -> NotEqual:

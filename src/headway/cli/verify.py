@@ -27,6 +27,7 @@ def verify(
     plan: Path | None = None,
     steps: int = STEPS,
     microbatches: Annotated[bool, Parameter(negative="")] = False,
+    whole: Annotated[bool, Parameter(negative="")] = False,
     overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative="")] = (),
     directory: Path | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
@@ -49,6 +50,8 @@ def verify(
         steps: Optimiser steps to compare.
         microbatches: Let the serial run, too, compute the plan's micro-batches one by one: for
             models with batch normalisation, which sees one micro-batch at a time.
+        whole: Train from the first sample on, too, with checkpoints and validations, and resume in
+            the middle with the same plan and with another one.
         overrides: KEY=VALUE, a change to the recipe; may be repeated.
         directory: A run directory in which to record the verdict for its report.
     """
@@ -58,6 +61,8 @@ def verify(
             say(_header(run))
         shown.append(run)
         say(_line(run))
+        for name, end in run.whole.items():
+            say(f"{'':11}{name}: {'ends as the serial run' if end.equal else 'DIFFERENT'}")
 
     shown: list[EquivalenceResult] = []
     result = verify_recipe(
@@ -66,6 +71,7 @@ def verify(
         plan=plan,
         steps=steps,
         microbatches=microbatches,
+        whole=whole,
         overrides=overrides,
         directory=directory,
         on_run=None if json else show,

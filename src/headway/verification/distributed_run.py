@@ -24,11 +24,12 @@ from headway.data import as_source
 from headway.errors import NotEqual
 from headway.optim import parallel_norms
 from headway.optim.layerwise import Layerwise
-from headway.plans import ExchangePlan, Plan
+from headway.plans import ExchangePlan, Plan, data_parallel
 from headway.run.distributed import replica_sync
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
+from headway.run.recipe.batch_units import resolve_batch
 from headway.run.recipe.recipe import Recipe
 from headway.run.step.forward_pass import to_float64
 from headway.run.step.randomness import build_model
@@ -76,6 +77,22 @@ def uncompressed(plan: Plan) -> Plan:
         plan.exchange, compress="none", reduce="mean", values="gradients", parts=parts
     )
     return replace(plan, exchange=exchange)
+
+
+def trained_plan(job: VerifyJob, processes: int, *, simple: bool = False) -> Plan:
+    """The plan by which a training run is compared with the serial one, in float64.
+
+    Args:
+        simple: Data parallelism, to resume with another plan.
+    """
+    recipe = job.load()
+    if simple:
+        plan = data_parallel(
+            resolve_batch(recipe), processes=processes, microbatch=recipe.microbatch
+        )
+    else:
+        plan = uncompressed(recipe_plan(recipe, job.plan, processes))
+    return replace(plan, memory=replace(plan.memory, precision="float64"))
 
 
 def _on_two_nodes(world: World, plan: Plan) -> World:

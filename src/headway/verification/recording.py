@@ -37,6 +37,7 @@ KINDS = (
     "parameter",
     "buffer",
     "optimizer",
+    "validation",
 )
 STEP_KINDS = ("loss", "gradient", "parameter", "buffer", "optimizer")
 """Those of every step; share, exchange and residual are of an inexact exchange (see `replay`),
@@ -51,6 +52,7 @@ class VerifyJob:
         recipe: As for `headway train`, or a `Recipe` that pickles.
         steps: Optimiser steps. They straddle the end of an epoch, so that a ragged last batch and
             the first batch of the next epoch are among them.
+        whole: From the first sample on, as training begins, twice as many, with validations.
     """
 
     recipe: str | Recipe
@@ -58,10 +60,13 @@ class VerifyJob:
     steps: int = 4
     plan: Plan | Path | None = None
     timeout_seconds: float = 120.0
+    whole: bool = False
 
     def count(self, recipe: Recipe) -> int:
         """How many steps are made: with priority enough that some are not measured by the exchange,
         which lets all updates land first."""
+        if self.whole:
+            return 2 * self.steps
         plan = Plan.load(self.plan) if isinstance(self.plan, Path) else self.plan
         exchange = plan.exchange if plan is not None else recipe.exchange
         return max(self.steps, CROSSING_STEPS) if exchange and exchange.priority else self.steps
@@ -72,6 +77,8 @@ class VerifyJob:
 
     def start(self, recipe: Recipe, length: int) -> Cursor:
         """Where the recorded steps begin: so that the epoch ends one step before the last."""
+        if self.whole:
+            return Cursor(seed=recipe.seed)
         batch = resolve_batch(recipe)
         per_epoch = length // batch if recipe.drop_last else -(-length // batch)
         first = max(0, per_epoch - max(1, self.count(recipe) - 1))
@@ -135,6 +142,10 @@ class Recorder:
         """The gradients of this step before their norm is limited."""
         gradients = numbers.get("gradient", {})
         self._unclipped = {name: value.detach().clone() for name, value in gradients.items()}
+
+    def validated(self, step: int, loss: float) -> None:
+        """A validation after a step that has been taken."""
+        self._put(step, "validation", "loss", torch.tensor(loss, dtype=torch.float64))
 
     def take(self, step: int, loss: float, numbers: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Record a step that has just been done.

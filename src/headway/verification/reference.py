@@ -85,7 +85,35 @@ def _record(
         if trained.scheduler is not None:
             trained.scheduler.step()
         recorder.take(step, loss, trained.tensors_by_kind())
+        if job.whole and step % job.steps == 0 and recipe.validation is not None:
+            recorder.validated(step, _validation(recipe, trained.model))
     recorder.recording().save(target)
+
+
+@torch.no_grad()
+def _validation(recipe: Recipe, model: nn.Module) -> float:
+    """The mean loss over the validation data, in evaluation mode."""
+    assert recipe.validation is not None
+    source = as_source(recipe.validation())
+    samples = min(len(source), recipe.validation_samples or len(source))
+    batch = min(samples, resolve_batch(recipe))
+    model.eval()
+    sums = counts = 0.0
+    for (share,) in reference_batches(
+        source,
+        BatchSplit(samples=batch),
+        1,
+        Cursor(seed=recipe.seed),
+        steps=-(-samples // batch),
+        drop_last=False,
+        in_order=samples,
+    ):
+        for micro in share.micros:
+            value = recipe.loss(model, loss_inputs(micro))
+            total, count = sum_and_count(value, len(micro.positions))
+            sums, counts = sums + float(total), counts + float(count)
+    model.train()
+    return sums / counts
 
 
 def find_draws(recipe: Recipe, model: nn.Module, shares: Sequence[RankBatch]) -> RandomDraws:

@@ -30,20 +30,24 @@ def reference_batches(
     *,
     steps: int,
     drop_last: bool,
+    in_order: int | None = None,
 ) -> Iterator[tuple[RankBatch, ...]]:
     """The batches of every copy, for so many steps from `start` on.
+
+    Args:
+        in_order: Of an epoch only so many samples, as they lie; None: all, in the epoch's order.
 
     Raises:
         NotEqual: An epoch does not visit every sample once, or the copies' shares do not make up
             the global batch.
     """
-    length, epoch, place = len(source), start.epoch, start.position
+    length, epoch, place = in_order or len(source), start.epoch, start.position
     for _ in range(steps):
         rest = length - place
         if rest <= 0 or (drop_last and rest < split.samples):
             epoch, place = epoch + 1, 0
         count = min(split.samples, length - place)
-        order = epoch_order(length, start.seed, epoch)
+        order = range(length) if in_order else epoch_order(length, start.seed, epoch)
         at = Cursor(seed=start.seed, epoch=epoch, position=place)
         yield tuple(
             RankBatch(

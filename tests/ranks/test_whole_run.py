@@ -1,0 +1,54 @@
+"""ranks: `headway verify --whole`: training, checkpoints, resumed runs and validations."""
+
+from __future__ import annotations
+
+import pytest
+
+import headway
+from headway.errors import NotEqual
+from headway.plans import ExchangePlan, data_parallel
+
+
+def ends(recipe="support.recipes:mlp", **options):
+    (run,) = headway.verify(recipe, steps=2, whole=True, **{"processes": 2, **options}).runs
+    assert run.comparison.equal
+    return run.whole
+
+
+def test_training_and_resumed_runs_end_as_the_serial_run():
+    whole = ends()
+    assert list(whole) == ["trained", "resumed", "resumed with 1 process"]
+    for name, end in whole.items():
+        assert end.equal, f"{name}: {end.first}"
+        kinds = {difference.kind for difference in end.differences}
+        assert kinds == {"parameter", "optimizer", "validation"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overrides": ["zero=3"]},
+        {"recipe": "support.recipes:late", "overrides": ["stages=2"]},
+        {"recipe": "support.recipes:wide", "plan": data_parallel(
+            12, processes=2, microbatch=4, exchange=ExchangePlan(compress="topk:0.1"))},
+        {"processes": 1},
+    ],
+    ids=["zero 3", "pipeline", "top-k", "one process"],
+)  # fmt: skip
+def test_every_family_ends_as_the_serial_run(options):
+    assert all(end.equal for end in ends(**options).values())
+
+
+@pytest.mark.parametrize(
+    ("mistake", "run", "kind"),
+    [
+        ("forgets_a_moment", "resumed", "parameter"),
+        pytest.param("skips_samples", "resumed", "parameter", marks=pytest.mark.slow),
+        pytest.param("counts_twice", "trained", "validation", marks=pytest.mark.slow),
+    ],
+)
+def test_a_planted_mistake_is_named(mistake, run, kind):
+    result = headway.verify(f"support.planted_runs:{mistake}", steps=2, processes=2, whole=True)
+    with pytest.raises(NotEqual, match=rf"a training run \({run}\) does NOT end .*{kind}"):
+        result.check()
