@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
@@ -19,6 +20,7 @@ from headway.launch.worker import run_rank_here
 from headway.run.distributed.failure_record import read_failures
 from headway.run.distributed.launch_env import LaunchEnv
 from support import launch_entries as entries
+from support.patience import patient
 from support.ports import free_port
 from support.sampling import sampled
 
@@ -84,6 +86,7 @@ def test_more_processes_than_cores_is_a_warning(monkeypatch):
         ("value", WorkerFailed, "rank 1", "ValueError: negative loss value"),
         ("data", DataError, "rank 1, train.npy", "Copy it again"),
         ("exit", WorkerFailed, "rank 1", "sys.exit(7)"),
+        ("_exit", WorkerFailed, "rank 1", "the code called os._exit(0)\n  Called at "),
         ("busy", WorkerFailed, "rank 1", "negative loss busy"),
     ],
 )
@@ -98,7 +101,33 @@ def test_an_exception_in_one_rank_stops_all_with_its_place(tmp_path, how, kind, 
         assert_gone(int((tmp_path / f"pid-{rank}").read_text()))
     primary = [record for record in read_failures(tmp_path, 0) if not record.secondary]
     assert [record.rank for record in primary] == [1]
-    assert ("launch_entries.py" in primary[0].trace) or how == "exit"
+    assert "launch_entries.py" in primary[0].trace + primary[0].why or how == "exit"
+
+
+def test_an_end_with_status_0_that_python_does_not_see_is_no_kill():
+    with pytest.raises(WorkerFailed, match="ended with exit code 0 and left no error") as caught:
+        launch(entries.leave_by_c, on_restart=lambda *_: pytest.fail("restarted"))
+    assert caught.value.where == "rank 1"
+
+
+def test_collectives_that_differ_are_named_after_one_restart():
+    restarts: list[str] = []
+    with pytest.raises(WorkerFailed) as caught:
+        launch(entries.differ, "shape", on_restart=lambda _, why: restarts.append(why))
+    assert "the ranks call different collectives: rank 0 calls allreduce of Float[1000], " in str(
+        caught.value
+    )
+    assert "rank 1 calls allreduce of Float[4000]" in str(caught.value)
+    assert "(number 3 of their group)" in str(caught.value)
+    assert restarts
+    assert "SIGABRT" in restarts[0]
+    assert len(restarts) == 1
+
+
+def test_with_the_debug_level_collectives_are_compared_at_once(monkeypatch):
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    with pytest.raises(WorkerFailed, match=r"rank 0 calls allreduce .*, rank 1 calls broadcast "):
+        launch(entries.differ, "operation", on_restart=lambda *_: pytest.fail("restarted"))
 
 
 def test_an_error_on_all_ranks_is_raised_once_and_not_retried():
@@ -175,13 +204,20 @@ def test_workers_that_do_not_stop_are_killed(tmp_path):
     assert_gone(*pids)
 
 
-def test_no_worker_survives_the_launcher(tmp_path):
-    with program("deaf", tmp_path) as launcher:
+@pytest.mark.parametrize("with_its_workers", [False, True])
+def test_nothing_survives_the_launcher(tmp_path, with_its_workers):
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp") as temporary,
+        program("deaf", tmp_path, temporary) as launcher,
+    ):
         pids = ready(tmp_path)
+        assert len(own_files(Path(temporary))) == 1  # beside torch's cache, which stays
         launcher.kill()
+        for pid in pids if with_its_workers else ():
+            os.kill(pid, signal.SIGKILL)
         launcher.communicate(timeout=PATIENCE)
         assert_gone(*pids, seconds=5)
-    assert list((tmp_path / "temporary").glob("headway-*")) == []
+        assert_empty(Path(temporary))
 
 
 # -- in a world that torchrun made ---------------------------------------------------------------
@@ -238,9 +274,10 @@ def test_a_failure_in_a_found_world_is_told_recorded_and_ends_the_process(tmp_pa
 class program:  # noqa: N801  # reads as a function
     """A child process that is killed, with its pipes closed, when the test is done with it."""
 
-    def __init__(self, entry: str, folder: Path) -> None:
+    def __init__(self, entry: str, folder: Path, temporary: str = "") -> None:
         self._command = [sys.executable, str(SUPPORT / "launch_program.py"), entry, str(folder)]
-        self._temporary = folder / ("temporary" * 6)  # longer than a Unix socket's name may be
+        # Else longer than a Unix socket's name may be.
+        self._temporary = Path(temporary or folder / ("temporary" * 6))
 
     def __enter__(self) -> subprocess.Popen[str]:
         self._temporary.mkdir(exist_ok=True)
@@ -279,6 +316,18 @@ def ready(folder: Path) -> list[int]:
         assert time.monotonic() < deadline, "the workers did not start"
         time.sleep(0.02)
     return [int(file.read_text()) for file in files]
+
+
+def assert_empty(folder: Path, seconds: float = 10.0) -> None:
+    """The forkserver ends last, and removes what is left."""
+    deadline = time.monotonic() + patient(seconds)
+    while own_files(folder) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert own_files(folder) == []
+
+
+def own_files(folder: Path) -> list[Path]:
+    return [*folder.glob("pymp-*"), *folder.glob("headway-*")]
 
 
 def assert_gone(*pids: int, seconds: float = 10.0) -> None:

@@ -118,6 +118,21 @@ def test_kill_9_of_any_worker_at_any_time(tmp_path, undisturbed, what, rank, at)
     assert none_left(tmp_path / "run")
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_kill_9_before_the_run_directory_is_described(tmp_path, rank):
+    """The next attempt describes it; the first was killed before."""
+    trap = tmp_path / "sprung"
+    done = train(
+        tmp_path, "run", "arguments.what='recipe'", f"arguments.path='{trap}'",
+        f"arguments.rank={rank}", "arguments.steps=3", command=headway_here,
+    )  # fmt: skip
+    assert trap.exists()
+    assert done.code == 0, done.err
+    assert f"rank {rank} was killed by SIGKILL" in done.err
+    assert {event["attempt"] for event in events(tmp_path / "run", "step")} == {1}
+    assert (tmp_path / "run" / "recipe.json").exists()
+
+
 @pytest.mark.parametrize("name", sampled(["SIGTERM", "SIGINT"], 1))
 def test_a_signal_stops_in_order_and_resume_goes_on(tmp_path, undisturbed, name):
     run = tmp_path / "run"
@@ -193,6 +208,31 @@ def test_a_nan_loss_stops_the_job_before_the_update(tmp_path, undisturbed):
     assert len(lines) == 1
     assert "step 10: the loss is nan" in lines[0]
     sound_checkpoint(tmp_path, undisturbed)
+
+
+def test_an_exit_with_status_0_is_an_error_and_no_restart(tmp_path):
+    done = failing(tmp_path, "exit")
+    assert done.code == 3
+    lines = [line for line in done.err.splitlines() if line.startswith("HW-")]
+    assert lines == ["HW-3003 rank 1: the code called os._exit(0)"]
+    assert "recipes.py" in done.err
+    assert "restart" not in done.err
+
+
+def test_a_run_directory_that_is_deleted_ends_the_run(tmp_path):
+    done = failing(tmp_path, "delete")
+    assert done.code == 3
+    (line,) = [line for line in done.err.splitlines() if line.startswith("HW-")]
+    assert "has been deleted while the run was writing it" in line
+
+
+def test_a_collective_of_one_rank_alone_is_named(tmp_path):
+    """Under Gloo an abort or a wrong sum; the second attempt lets torch compare collectives."""
+    done = failing(tmp_path, "collective")
+    assert done.code == 3, done.err
+    (line,) = [line for line in done.err.splitlines() if line.startswith("HW-")]
+    assert "the ranks call different collectives: rank 0 calls" in line
+    assert ", rank 1 calls allreduce of Float[1000]" in line
 
 
 def test_a_vanished_data_file_is_named(tmp_path):

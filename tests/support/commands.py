@@ -17,6 +17,7 @@ from typing import Any
 
 from safetensors import safe_open
 
+import headway as headway_package
 from headway.cli.main import main
 from support.patience import patient
 from support.ranks import warm_up
@@ -28,8 +29,9 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """The variables of the test's process, with the tests importable."""
-    return {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", **changes}
+    """The variables of the test's process, with the tests and the same headway importable."""
+    path = os.pathsep.join((str(HERE), str(Path(headway_package.__file__).parent.parent)))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **changes}
 
 
 def warm_variables() -> dict[str, str]:

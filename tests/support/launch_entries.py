@@ -6,6 +6,7 @@ and writes what it saw to FOLDER; with `kill`, rank 1 of the first attempt ends 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import signal
@@ -59,7 +60,31 @@ def fail(place: LaunchEnv, folder: str, how: str) -> None:
             raise DataError("sample 5 is missing", where="train.npy", fix="Copy it again.")
         if how == "exit":
             sys.exit(7)
+        if how == "_exit":
+            os._exit(0)
         raise ValueError(f"negative loss {how}")
+
+
+def differ(place: LaunchEnv, how: str) -> str:
+    """The ranks call different collectives after three equal ones."""
+    with World.join(place, timeout_seconds=20) as world, world.explained("sums of one's own"):
+        for _ in range(3):
+            dist.all_reduce(torch.ones(4))
+        if how == "operation" and world.rank == 1:
+            dist.broadcast(torch.ones(1000), 0)
+        else:
+            dist.all_reduce(torch.ones(4000 if world.rank == 1 else 1000))
+        dist.all_reduce(torch.ones(4))
+    return "not noticed"
+
+
+def leave_by_c(place: LaunchEnv) -> None:
+    """Rank 1 ends with status 0 by C code, of which Python knows nothing."""
+    with World.join(place, timeout_seconds=60) as world:
+        if world.rank == 1:
+            ctypes.CDLL(None)._exit(0)
+        with world.explained("an exchange"):
+            dist.all_reduce(torch.ones(4))
 
 
 def usage(place: LaunchEnv) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -246,6 +247,13 @@ class Bad(nn.Module):
                     return y * float("nan")
                 case "backward":
                     y.register_hook(lambda _: kill())
+                case "delete":
+                    shutil.rmtree("run")
+                case "exit":
+                    os._exit(0)
+                case "collective":
+                    Path(self.trap.path).unlink()  # in every attempt
+                    torch.distributed.all_reduce(torch.ones(1000))
                 case "hang":
                     time.sleep(1000)
         return y
@@ -268,7 +276,10 @@ def trapped(
     trap = Trap(path, rank, at)
     DyingAdam.trap = trap if what == "optimizer" else Trap("", 0, 0)
     DyingPoints.trap = trap if what == "data" else Trap("", 0, 0)
-    inside = trap if what in ("kill", "raise", "nan", "backward", "hang") else Trap("", 0, 0)
+    elsewhere = what in ("recipe", "optimizer", "data")
+    inside = Trap("", 0, 0) if elsewhere else trap
+    if what == "recipe" and trap.sprung():
+        kill()
     return Recipe(
         name="trapped",
         model=lambda: Bad(inside, what, pause),

@@ -32,6 +32,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from importlib.util import find_spec
 from multiprocessing import process, util
 from pathlib import Path
 from types import ModuleType
@@ -62,7 +63,11 @@ def warm_path() -> Path:
         words = [sys.executable, "-IS", str(CLIENT), str(address), kind]
         (folder / kind).write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
         (folder / kind).chmod(0o755)
-    plain = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    # The same headway as here, which in a worktree is not the installed one.
+    source = find_spec("headway")
+    assert source is not None
+    assert source.origin is not None
+    plain = os.environ | {"PYTHONPATH": str(Path(source.origin).parent.parent)}
     server = subprocess.Popen(
         [sys.executable, "-m", "support.warm_commands", str(address)],
         cwd=Path(__file__).parent.parent, env=plain | {"OMP_NUM_THREADS": "1"},

@@ -2,7 +2,8 @@
 
 Importing torch costs about a second of a core. The forkserver pays it once; workers, also those of
 a restart, are forked from it in milliseconds. Start it before torch is imported here, and the two
-imports overlap. It never runs anything but imports, and ends with this process.
+imports overlap. It never runs anything but imports, and ends with this process, after all workers;
+if this one was killed, it removes the directory of temporary files that was left.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import forkserver
+from multiprocessing.util import get_temp_dir
 
 from headway.launch.preflight import threads_for
+from headway.run.distributed.launch_env import TEMPORARY
 
 # A Unix socket's path has at most 107 characters: leave room for what multiprocessing appends.
 MAX_FOLDER_CHARACTERS = 60
 SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 PRELOAD = (
+    "headway.launch.temporary_files",
     "headway.launch.disable_gc",
     "torch",
     "torch.distributed",
@@ -42,11 +46,13 @@ def start_forkserver(
     # "__main__" is multiprocessing's own list, which the call below replaces.
     modules = ["__main__", *dict.fromkeys((*PRELOAD, *preload))]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
-    with (
-        restored_environment({"OMP_NUM_THREADS": str(threads_for(processes, threads))}),
-        short_paths(),
-    ):
-        forkserver.ensure_running()
+    with short_paths():
+        variables = {
+            "OMP_NUM_THREADS": str(threads_for(processes, threads)),
+            TEMPORARY: get_temp_dir(),
+        }
+        with restored_environment(variables):
+            forkserver.ensure_running()
 
 
 @contextmanager

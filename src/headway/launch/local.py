@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,18 @@ from headway.errors import RunError
 from headway.launch.emulation import EmulatedCluster, PacedCluster
 from headway.launch.forkserver import gc_paused, restored_environment, start_forkserver
 from headway.launch.preflight import check_processes, threads_for
-from headway.launch.restart_policy import AttemptFacts, RestartPolicy, explain_deaths
-from headway.launch.worker import Job, has_reported, noted_deaths, noted_stop, run_worker
+from headway.launch.restart_policy import AttemptFacts, RestartPolicy, aborted, explain_deaths
+from headway.launch.worker import (
+    Job,
+    has_reported,
+    noted_deaths,
+    noted_leaves,
+    noted_pids,
+    noted_stop,
+    run_worker,
+)
 from headway.run.distributed.failure_record import read_failures
-from headway.run.distributed.launch_env import LOOPBACK
+from headway.run.distributed.launch_env import DEBUG, LOOPBACK
 from headway.run.training.run_directory import RunDirectory
 
 _KILL_SECONDS = 2.0
@@ -59,7 +68,7 @@ def run_attempt(job: Job, processes: int, *, shutdown_seconds: float) -> Attempt
 
     statuses: dict[int, int] = {}
     stop: str | None = None
-    with _agent_contained(), _no_child_left():
+    with _agent_contained(), _workers_listed() as workers, _no_child_left():
         config = _config(job, processes, shutdown_seconds)
         try:
             elastic_launch(config, run_worker)(job)
@@ -76,22 +85,36 @@ def run_attempt(job: Job, processes: int, *, shutdown_seconds: float) -> Attempt
                 why=f"The process that they are forked from has ended ({type(error).__name__}).",
                 fix="Its message is above: usually a module fails while it is imported.",
             ) from error
-    return _ending(job, processes, statuses, stop)
+    # The agent tells the status of one dead worker, and not always of the first.
+    by_pid = {worker.pid: worker.exitcode for worker in workers}
+    own = {rank: by_pid.get(pid) for rank, pid in noted_pids(job.outbox).items()}
+    return _ending(job, processes, statuses, own, stop)
 
 
 def _ending(
-    job: Job, processes: int, statuses: Mapping[int, int], stop: str | None
+    job: Job,
+    processes: int,
+    statuses: Mapping[int, int],
+    own: Mapping[int, int | None],
+    stop: str | None,
 ) -> AttemptFacts:
+    """The facts of an attempt.
+
+    Args:
+        statuses: Exit status of the worker that the agent names, by rank.
+        own: Of all workers that noted their process id; None where it is not known.
+    """
     # From files, because the agent returns nothing when a rank has failed.
     results = [_result(job.outbox, rank) for rank in range(processes)]
     silent = [rank for rank in range(processes) if not has_reported(job.outbox, rank)]
+    left = noted_leaves(job.outbox)
     deaths: dict[int, int | None] = {
-        rank: status for rank, status in statuses.items() if rank in silent
+        rank: status for rank, status in statuses.items() if rank in silent and rank not in left
     }
-    # The agent names one dead worker, and not always the first; the siblings have seen more.
+    # The siblings have seen more than the agent.
     for rank in noted_deaths(job.outbox):
-        if rank in silent:
-            deaths.setdefault(rank, None)
+        if rank in silent and rank not in left:
+            deaths.setdefault(rank, _known(own.get(rank)))
     return AttemptFacts(
         attempt=job.attempt,
         results=tuple(results),
@@ -100,6 +123,32 @@ def _ending(
         records=tuple(read_failures(job.outbox, job.attempt)),
         deaths=deaths,
     )
+
+
+_FORKSERVER_GONE = 255
+
+
+def _known(status: int | None) -> int | None:
+    """None for what multiprocessing reports where nobody is left who knows the status."""
+    return None if status == _FORKSERVER_GONE else status
+
+
+@contextmanager
+def _workers_listed() -> Iterator[list[Any]]:
+    """Yields a list of the processes that torch's agent starts inside; it grows."""
+    context = multiprocessing.get_context("forkserver")
+    make, made = context.Process, list[Any]()
+
+    def make_listed(*args: Any, **kwargs: Any) -> Any:
+        made.append(make(*args, **kwargs))
+        return made[-1]
+
+    # Of this one context object, which the agent asks for by the same name.
+    vars(context)["Process"] = make_listed
+    try:
+        yield made
+    finally:
+        del vars(context)["Process"]
 
 
 def _result(outbox: Path, rank: int) -> Any:
@@ -249,7 +298,13 @@ def launch_local(
         warnings.warn(text, stacklevel=2)
     start_forkserver(processes, preload, threads)
     history: list[AttemptFacts] = []
-    with tempfile.TemporaryDirectory(prefix="headway-", ignore_cleanup_errors=True) as scratch:
+    environment = dict(os.environ)
+    with tempfile.TemporaryDirectory(
+        # Where the forkserver removes it if this process is killed together with all workers.
+        prefix="headway-",
+        dir=get_temp_dir(),
+        ignore_cleanup_errors=True,
+    ) as scratch:
         while True:
             attempt = first_attempt + len(history)
             # An outbox of its own: no record of an earlier attempt can be taken for one of this.
@@ -263,7 +318,7 @@ def launch_local(
                 attempt=attempt,
                 threads=threads_for(processes, threads),
                 # A secret for each attempt: a rank of an earlier one is a stranger.
-                environment={**os.environ, SECRET: secrets.token_hex(32)},
+                environment={**environment, SECRET: secrets.token_hex(32)},
                 emulated=emulated,
             )
             before = newest_checkpoint(directory)
@@ -274,6 +329,9 @@ def launch_local(
             finished = _judge(history, policy or RestartPolicy())
             if finished is not None:
                 return finished
+            if aborted(history[-1]):
+                # Gloo aborts where ranks call different collectives: let torch compare them.
+                environment[DEBUG] = "DETAIL"
             if on_restart is not None:
                 on_restart(attempt + 1, explain_deaths(history[-1]))
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.errors import HeadwayError, WorkerFailed
+from headway.errors import HeadwayError, RunError, WorkerFailed
 from headway.run.distributed.failure_record import FailureRecord, root_cause
 
 
@@ -65,11 +65,18 @@ class RestartPolicy:
             return Stop(root.error())
         if last.stop is not None:
             return Stop()
+        if last.progress_after < last.progress_before:
+            return Stop(_vanished(last))
         # An exit of its own would only recur; a negative status is a signal from outside.
         for rank, status in sorted(last.deaths.items()):
             if status is not None and status >= 0:
                 return Stop(_mute(rank, status))
-        return Stop(self._exhausted(history)) if self._fruitless(history) >= self.limit else None
+        if self._fruitless(history) >= self.limit:
+            return Stop(self._exhausted(history))
+        # Once it may be chance; twice in a row is the code.
+        if len(history) > 1 and aborted(last) and aborted(history[-2]):
+            return Stop(_crash(last, explain_deaths(last)))
+        return None
 
     def _fruitless(self, history: Sequence[AttemptFacts]) -> int:
         """The number of restarts at the end of the history without a new checkpoint."""
@@ -83,6 +90,8 @@ class RestartPolicy:
 
     def _exhausted(self, history: Sequence[AttemptFacts]) -> HeadwayError:
         last = history[-1]
+        if aborted(last):
+            return _crash(last, explain_deaths(last))
         if self.limit == 0:
             why = "Restarts are switched off (limit 0)."
         else:
@@ -101,11 +110,39 @@ def explain_deaths(facts: AttemptFacts) -> str:
     """One sentence: which rank died, and by which signal."""
     known = {rank: status for rank, status in facts.deaths.items() if status is not None}
     for rank, status in sorted(known.items()):
-        return f"rank {rank} was killed by {signal_name(-status)}"
+        how = "crashed with" if status in _OWN else "was killed by"
+        return f"rank {rank} {how} {signal_name(-status)}"
     for rank in sorted(facts.deaths):
         return f"rank {rank} died without a word"
     lost = [record.rank for record in facts.records]
     return f"rank {min(lost)} lost its peers" if lost else "the workers ended without a word"
+
+
+_OWN = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL}
+
+
+def aborted(facts: AttemptFacts) -> bool:
+    """Whether a rank was ended by a signal that a process sends itself when its code is wrong."""
+    return any(status in _OWN for status in facts.deaths.values())
+
+
+def _vanished(facts: AttemptFacts) -> HeadwayError:
+    return RunError(
+        f"the checkpoint of step {facts.progress_before} has been deleted during the run",
+        where=f"attempt {facts.attempt}",
+        why=f"{explain_deaths(facts)}, and the workers have nothing to go on from.",
+        fix="Start again, with a run directory that nobody deletes.",
+    )
+
+
+def _crash(facts: AttemptFacts, what: str) -> HeadwayError:
+    return WorkerFailed(
+        what,
+        where=f"attempt {facts.attempt}",
+        why="Its own code, or that of a library, did it; its message and stack are above. Gloo "
+        "aborts so where ranks call different collectives.",
+        fix="Set TORCH_DISTRIBUTED_DEBUG=DETAIL to have collectives compared, and restarts to 0.",
+    )
 
 
 def signal_name(number: int) -> str:

@@ -9,7 +9,6 @@ then it is ended, even in the middle of slow user code.
 from __future__ import annotations
 
 import contextlib
-import functools
 import multiprocessing
 import os
 import pickle
@@ -19,12 +18,13 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing import connection
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, NoReturn
 
 from headway.errors import HeadwayError, WorkerFailed
 from headway.launch.emulation import EmulatedCluster, PacedCluster
@@ -36,7 +36,9 @@ from headway.run.distributed.failure_record import (
     write_failure,
 )
 from headway.run.distributed.launch_env import ATTEMPT, NODE, LaunchEnv
+from headway.user_frames import innermost_user_frame
 
+_EXIT = os._exit
 GRACE_SECONDS = {"failed": 2.0, "gone": 1.0}
 ORPHANED = 137
 ABANDONED = 3
@@ -69,7 +71,19 @@ def end_process(status: int, *, flush: bool = True) -> None:
     for stream in (sys.stdout, sys.stderr) if flush else ():
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
-    os._exit(status)
+    _EXIT(status)
+
+
+def noted_pids(outbox: Path) -> dict[int, int]:
+    """Process id of each rank that came so far as to note it."""
+    return {
+        int(path.name.partition("-")[2]): int(path.read_text()) for path in outbox.glob("pid-*")
+    }
+
+
+def noted_leaves(outbox: Path) -> set[int]:
+    """Ranks that ended because another one had ended."""
+    return {int(path.name.partition("-")[2]) for path in outbox.glob("left-*")}
 
 
 def noted_deaths(outbox: Path) -> list[int]:
@@ -95,6 +109,7 @@ class _Watcher:
 
     def __init__(self, outbox: Path, place: LaunchEnv) -> None:
         self._outbox = outbox
+        self._rank = place.rank
         # File descriptors of processes exist on Linux only; elsewhere the launcher is watched.
         others = set(range(place.ranks)) - {place.rank} if hasattr(os, "pidfd_open") else set()
         self._unknown = others
@@ -139,8 +154,13 @@ class _Watcher:
         if how == "gone" and not path.exists():
             with contextlib.suppress(OSError):
                 write_note(path, repr(time.time()).encode())
-        end = functools.partial(end_process, ABANDONED, flush=False)
-        threading.Timer(GRACE_SECONDS[how], end).start()
+        threading.Timer(GRACE_SECONDS[how], self._leave).start()
+
+    def _leave(self) -> None:
+        # Else the launcher would take this rank's end for one of its own accord.
+        with contextlib.suppress(OSError):
+            write_note(self._outbox / f"left-{self._rank:05d}", b"")
+        end_process(ABANDONED, flush=False)
 
 
 INTERRUPTED = 130
@@ -186,11 +206,13 @@ def run_worker(job: Job) -> None:
     ending = WorkerExit(lambda error: _record(here, error, job.outbox, job.directory))
     place = replace(here, emergency=ending.from_thread, meeting=job.outbox / "store")
     watch_others(job.outbox, place)
-    with _signals_noticed() as signals:
+    with _signals_noticed() as signals, _exits_reported(ending):
         try:
             import torch  # here, where its failure is this rank's error
+            import torch.distributed as dist
 
             torch.set_num_threads(job.threads)
+            dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # the forkserver read another
             entry = resolve_name(job.entry) if isinstance(job.entry, str) else job.entry
             # Pickled here, so that a result which cannot be is an error of this rank.
             result = pickle.dumps(entry(place, *job.arguments))
@@ -232,7 +254,8 @@ def run_rank_here(
 
     ending = WorkerExit(report)
     try:
-        return entry(replace(place, emergency=ending.from_thread), *arguments)
+        with _exits_reported(ending):
+            return entry(replace(place, emergency=ending.from_thread), *arguments)
     except KeyboardInterrupt:
         end_process(INTERRUPTED)
     except BaseException as error:
@@ -294,6 +317,37 @@ def _record(place: LaunchEnv, error: BaseException, *directories: Path | None) -
         with contextlib.suppress(OSError):  # a full disk must not hide the error itself
             write_failure(directory, record)
     return record
+
+
+@contextlib.contextmanager
+def _exits_reported(ending: WorkerExit) -> Iterator[None]:
+    """Inside, `os._exit` of the user's code is an error with its line, whatever the status.
+
+    A launcher takes status 0 for success, and waits for the other ranks for ever.
+    """
+    own = os.getpid()
+
+    def leave(status: int) -> NoReturn:
+        # Children of a worker that were forked end themselves by it.
+        if os.getpid() == own:
+            ending(_exit_error(status))
+        _EXIT(status)
+
+    os._exit = leave
+    try:
+        yield
+    finally:
+        os._exit = _EXIT
+
+
+def _exit_error(status: int) -> WorkerFailed:
+    frame = innermost_user_frame(traceback.extract_stack())
+    place = f"Called at {frame.filename}:{frame.lineno}, in {frame.name}." if frame else ""
+    return WorkerFailed(
+        f"the code called os._exit({status})",
+        why=place,
+        fix="Raise an exception to stop with an error; return to stop without.",
+    )
 
 
 def _unless_exit(error: BaseException) -> BaseException:

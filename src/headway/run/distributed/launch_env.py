@@ -20,6 +20,8 @@ from headway.errors import HeadwayError, UsageError
 LOOPBACK = "127.0.0.1"
 ATTEMPT = "HEADWAY_ATTEMPT"
 NODE = "HEADWAY_NODE"
+TEMPORARY = "HEADWAY_TEMPORARY"
+DEBUG = "TORCH_DISTRIBUTED_DEBUG"
 DEFAULT_PORT = 29500
 # Derived ports lie below 32768, where the kernel starts to hand out ports to clients by itself.
 PORT_RANGE = range(12000, 32000)
@@ -98,6 +100,11 @@ class LaunchEnv:
     def found_world(self) -> bool:
         """Whether a launcher has started this process as a part of a world."""
         return self.launcher != "alone"
+
+
+def temporary_folder() -> str:
+    """The launcher's directory of temporary files, in its forkserver; "" elsewhere."""
+    return os.environ.get(TEMPORARY, "")
 
 
 def user_threads(environ: Mapping[str, str] | None = None) -> int | None:

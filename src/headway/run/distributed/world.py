@@ -506,6 +506,9 @@ def translate_exception(error: RuntimeError, world: World, doing: str) -> Headwa
         world: Asked which rank is lost or, after a time-out, missing; this takes up to 5 s.
     """
     text = str(error)
+    mismatch = _mismatch(text)
+    if mismatch is not None:
+        return mismatch
     if not is_exchange_error(error):
         return None
     if is_timeout(error):
@@ -519,13 +522,49 @@ def translate_exception(error: RuntimeError, world: World, doing: str) -> Headwa
     return None
 
 
+_FINGERPRINT = re.compile(
+    r"Rank (\d+) is running (?:inconsistent )?collective: CollectiveFingerPrint\("
+    r"(?:SequenceNumber=(\d+), )?OpType=(\w+)(?:, TensorShape=\[([\d, ]*)\]"
+    r"(?:, TensorDtypes=(\w+))?)?",
+    re.IGNORECASE,
+)
+
+
+def _mismatch(text: str) -> WorkerFailed | None:
+    """The error of ranks that call different collectives, as torch's debug level DETAIL finds it.
+
+    Gloo itself compares nothing: it aborts the process, waits for ever, or sums what does not
+    belong together.
+    """
+    found = [match.groups() for match in _FINGERPRINT.finditer(text)]
+    if len(found) < 2:
+        return None
+    calls = sorted((int(rank), name, shape, dtype) for rank, _, name, shape, dtype in found)
+    said = [
+        f"rank {rank} calls {name.lower()}" + (f" of {dtype or ''}[{shape}]" if shape else "")
+        for rank, name, shape, dtype in calls
+    ]
+    number = next((number for _, number, *_ in found if number), None)
+    where = "" if number is None else f" (number {number} of their group)"
+    return WorkerFailed(
+        f"the ranks call different collectives: {', '.join(said)}",
+        why=f"Collectives must be the same on all ranks, with equal shapes{where}.",
+        fix="Look for calls that depend on the rank, on its samples, or on their number.",
+    )
+
+
 def _stalled(world: World, doing: str) -> Stalled:
     """The error of a time-out without a lost rank: who is missing, and what those do instead."""
     missing = world.missing(doing)
     states = world.states()
     who = f"{name_ranks(missing)} did not come" if missing else "the exchange took too long"
     why = f"Rank {world.rank} waited {world.timeout_seconds:g} s. "
-    why += "All other ranks wait, too." if missing else "All ranks wait: a link is broken."
+    why += (
+        "All other ranks wait, too."
+        if missing
+        else "All ranks wait: a link is broken, or they call different collectives (set "
+        "TORCH_DISTRIBUTED_DEBUG=DETAIL to have the first one named)."
+    )
     concerned = [rank for rank in missing or sorted(states) if rank in states]
     lines = [f"rank {rank}: {states[rank]}" for rank in concerned[:_MOST_STATES]]
     return Stalled(

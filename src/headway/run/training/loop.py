@@ -138,8 +138,10 @@ class Training:
 
     def _open(self) -> None:
         job, world = self._job, self._world
-        # Later attempts of the same launch go on in a directory that is already described.
-        if world.rank == 0 and (world.place.attempt == 0 or job.resume):
+        # Later attempts of the same launch go on in a directory that is already described, unless
+        # the first one was killed before.
+        first = world.place.attempt == 0 or job.resume
+        if world.rank == 0 and (first or not self._directory.recipe_file.exists()):
             self._directory.check_free(resume=job.resume)
             self._directory.describe(
                 describe_recipe(self._recipe, job.recipe),
@@ -461,8 +463,9 @@ def train(place: LaunchEnv, job: TrainJob) -> TrainingOutcome:
         error.where = error.where or _where(place, training)
         raise
     except Exception as error:
-        lost = world.lost() if world is not None else None
-        if lost is not None:  # the exception is what a broken connection looks like from inside
+        # The exception may be what a broken connection looks like from inside.
+        lost = None if world is None else _lost(error, world)
+        if lost is not None:
             raise lost from error
         place_in_code, source = user_frame(error)
         raise WorkerFailed(
@@ -471,6 +474,13 @@ def train(place: LaunchEnv, job: TrainJob) -> TrainingOutcome:
             why=f"Raised at {place_in_code}: {source}",
             fix="Fix the cause, then rerun with --resume.",
         ) from error
+
+
+def _lost(error: Exception, world: World) -> HeadwayError | None:
+    """The error of an exchange that the user's own code has made, or of a lost rank."""
+    if isinstance(error, RuntimeError):
+        return translate_exception(error, world, "an exchange of your own code") or world.lost()
+    return world.lost()
 
 
 def _where(place: LaunchEnv, training: Training | None) -> str:

@@ -162,7 +162,10 @@ def describe_environment(*, torch_version: str, device: str, backend: str) -> di
 
 
 def _write_json(path: Path, value: Mapping[str, object]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    # Whole or absent: a rank may be killed in the middle of it.
+    aside = path.with_suffix(".partial")
+    aside.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    aside.replace(path)
 
 
 class EventLog:
@@ -182,17 +185,25 @@ class EventLog:
         """Append {"event": event, "attempt": ..., "time": now, **values}.
 
         Raises:
-            RunError: The disk is full or gone.
+            RunError: The disk is full or gone, or the file has been deleted.
         """
         row = {"event": event, "attempt": self._attempt, "time": time(), **values}
         try:
             self._file.write(json.dumps(row).encode() + b"\n")
             self._file.flush()
+            # Writing to a deleted file succeeds, and is lost.
+            deleted = os.fstat(self._file.fileno()).st_nlink == 0
         except OSError as error:
             raise RunError(
                 f"cannot write {self._file.name}: {error.strerror}",
                 fix="Free space on this disk, then rerun with --resume.",
             ) from error
+        if deleted:
+            raise RunError(
+                f"{self._file.name} has been deleted while the run was writing it",
+                why="Events and checkpoints would be lost.",
+                fix="Start again, with a run directory that nobody deletes.",
+            )
 
     def close(self) -> None:
         self._file.close()
