@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install demo test test-all test-mutations check format docs-check clean
+.PHONY: help venv install demo test test-all test-fuzz test-mutations check format docs-check clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -37,6 +37,10 @@ test-all: check  ## all checks, then all tests with every case of every enumerat
 
 test-mutations: $(STAMP)  ## `headway verify` with each of the planted bugs, as a table (minutes)
 	@PYTHONPATH=src:tests $(BIN)/python -m mutations
+
+test-fuzz: $(STAMP)  ## 5,000 damaged or crafted inputs for every parser and every port
+	@$(BIN)/python -m pytest --all-cases -n auto --maxprocesses 4 tests/pure/test_fuzz_files.py \
+	  tests/single/test_fuzz_messages.py tests/emulated/test_strangers.py
 
 check: $(STAMP)  ## format, lint, types, direction of the imports
 	$(BIN)/ruff check

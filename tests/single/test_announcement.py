@@ -107,6 +107,7 @@ STRANGE = [
     json.dumps(["dtype", "load"]).encode(),
     json.dumps(["enum", __name__, "Record", "x"]).encode(),
     json.dumps(["object", __name__, "Record", ["__class__", None]]).encode(),
+    json.dumps(["object", __name__, "Record", ["flag", True]]).encode(),
     json.dumps(["named", __name__, "Place", "a"]).encode(),
     b'"' + b"x" * MOST_BYTES + b'"',
 ]

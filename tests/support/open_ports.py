@@ -50,3 +50,27 @@ def listening(pids: Iterable[int]) -> set[tuple[str, int]]:
 def beyond_the_loopback(found: Iterable[tuple[str, int]]) -> set[tuple[str, int]]:
     """Those of `listening` that other machines can reach."""
     return {place for place in found if not ipaddress.ip_address(place[0]).is_loopback}
+
+
+def descendants(pid: int) -> list[int]:
+    """A process and all that it has started, and those that these have."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError, ValueError, IndexError):
+                # proc(5): behind the command's name, which may hold brackets, state and parent.
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                parents[int(entry.name)] = int(fields[1])
+    found = [pid]
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found
+
+
+def listening_anywhere(pid: int) -> set[tuple[str, int]]:
+    """Where a process and its descendants listen, each in its own network namespace."""
+    found: set[tuple[str, int]] = set()
+    for one in descendants(pid):
+        with suppress(OSError):
+            found |= listening([one])
+    return found

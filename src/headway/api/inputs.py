@@ -199,7 +199,7 @@ def missing_option_error(lacking: str) -> UsageError:
 
 def _relative_path(said: str, folder: Path) -> str:
     """A file's path as it is from a folder; another word as it is."""
-    if not Path(said).is_file():
+    if not os.path.isfile(said):
         return said
     # With slashes, so that the file means the same on every system.
     return Path(os.path.relpath(said, folder)).as_posix()
@@ -208,4 +208,4 @@ def _relative_path(said: str, folder: Path) -> str:
 def _resolved_path(said: str, folder: Path) -> str:
     """The file of `_relative_path`, seen from here."""
     path = folder / said
-    return os.path.normpath(path) if path.is_file() else said
+    return os.path.normpath(path) if os.path.isfile(path) else said

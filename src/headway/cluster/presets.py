@@ -7,6 +7,7 @@ yours. Invariant: what is assumed here is assumed nowhere else.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -140,7 +141,8 @@ def find_cluster(text: str, *, nodes: int | None = None) -> Cluster:
     """
     path = Path(text)
     # A missing .toml is a mistyped path, not a preset: `read_cluster` then names the file.
-    if path.suffix != ".toml" and not path.is_file():
+    # Not `Path.is_file`, which raises where a name is too long for a file.
+    if path.suffix != ".toml" and not os.path.isfile(text):
         return of_preset(text, nodes=1 if nodes is None else nodes)
     if nodes is not None:
         raise UsageError(

@@ -29,7 +29,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headway.documents import nearest
+from headway.documents import nearest, read_text
 from headway.errors import DocumentError, PlanError
 from headway.schedule.pipeline_schedule import (
     COMPUTE_KINDS,
@@ -119,6 +119,7 @@ def raise_problems(problems: Sequence[CsvProblem], where: str) -> None:
 
 
 _PIPE = re.compile(r"ranks\s+(?P<ranks>[^,]*?)\s*,\s*microbatches\s+(?P<microbatches>[^,]*?)")
+_DIGITS = re.compile(r"\d+")
 _RANGE = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+))?")
 _SKIP = re.compile(r"(?P<earlier>\d+)>(?P<later>\d+)")
 _SHORTEST_RANGE = 3
@@ -197,17 +198,30 @@ def _pipe(entry: HeaderEntry) -> SchedulePipe:
     return SchedulePipe(entry.part, _numbers(found["ranks"]), _numbers(found["microbatches"]))
 
 
+MAX_NUMBER = 100_000
+"""Of a rank, stage or micro-batch in a file; a mistyped one would otherwise ask for lists of all
+numbers below it."""
+
+
+def _number(text: str) -> int:
+    if len(text) > len(str(MAX_NUMBER)) + 20 or int(text) > MAX_NUMBER:
+        raise ValueError(f"{text[:20]} is larger than {MAX_NUMBER}")
+    return int(text)
+
+
 def _numbers(text: str) -> tuple[int, ...]:
     numbers: list[int] = []
     for word in text.split() if text != "none" else ():
         found = _RANGE.fullmatch(word)
         if found is None:
             raise ValueError(f"{word!r} is no number and no range like 0-3")
-        first = int(found["first"])
-        last = int(found["last"] or first)
+        first = _number(found["first"])
+        last = _number(found["last"] or found["first"])
         if last < first:
             raise ValueError(f"the range {word} goes down; write its numbers one by one")
         numbers += range(first, last + 1)
+        if len(numbers) > MAX_NUMBER:
+            raise ValueError(f"there are more than {MAX_NUMBER} numbers")
     return tuple(numbers)
 
 
@@ -232,7 +246,7 @@ def _skips(text: str) -> tuple[tuple[int, int], ...]:
         found = _SKIP.fullmatch(word)
         if found is None:
             raise ValueError(f"{word!r} is no skip; write one like 0>2")
-        skips.append((int(found["earlier"]), int(found["later"])))
+        skips.append((_number(found["earlier"]), _number(found["later"])))
     return tuple(skips)
 
 
@@ -385,10 +399,21 @@ def _parse_torch_cell(cell: CsvCell, problems: list[CsvProblem]) -> list[_Word]:
             said = f"{cell.text!r} is no action of torch; write one like 2F0 or 2SEND_F0"
             problems.append(CsvProblem(cell.line, cell.column, said))
         return []
+    try:
+        stage = _number(found["stage"])
+        microbatch = NO_NUMBER if found["other"] else _number(found["microbatch"])
+    except ValueError as error:
+        problems.append(CsvProblem(cell.line, cell.column, str(error)))
+        return []
     if found["other"]:
-        word = _Word(int(found["stage"]), found["other"], NO_NUMBER, cell)
+        word = _Word(stage, found["other"], NO_NUMBER, cell)
         return [] if word.kind in _LEFT_OUT else [word]
-    return [_Word(int(found["stage"]), found["kind"], int(found["microbatch"]), cell)]
+    return [_Word(stage, found["kind"], microbatch, cell)]
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    more = f" and {len(numbers) - 10} more" if len(numbers) > 10 else ""
+    return ", ".join(map(str, numbers[:10])) + more
 
 
 def _chains(
@@ -402,9 +427,9 @@ def _chains(
             if place.setdefault(word.stage, rank) != rank:
                 said = f"stage {word.stage} is on rank {place[word.stage]} already"
                 problems.append(CsvProblem(word.cell.line, word.cell.column, said))
-    missing = [str(stage) for stage in range(pipes * length) if stage not in place]
+    missing = [stage for stage in range(pipes * length) if stage not in place]
     if missing:
-        problems.append(CsvProblem(1, 1, f"no rank has stage {', '.join(missing)}"))
+        problems.append(CsvProblem(1, 1, f"no rank has stage {_listed(missing)}"))
         return ()
     half = (pipes + 1) // 2
     chains, first = list[SchedulePipe](), 0
@@ -496,11 +521,7 @@ def read_table(path: Path, *, pipes: int = 1) -> PipelineSchedule:
     Raises:
         DocumentError: The file cannot be read, or has problems; all are listed.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise DocumentError("cannot be read", where=str(path), problems=[reason]) from None
+    text = read_text(path)
     if looks_like_torch(text):
         return from_torch_csv(text, where=str(path), name=path.stem, pipes=pipes)
     return from_csv(text, where=str(path), name=path.stem)
@@ -540,6 +561,8 @@ def _actions(
             if word in _IDLE:
                 continue
             try:
+                for digits in _DIGITS.findall(word):
+                    _number(digits)
                 yield Action.parse(word), place, number
             except ValueError as error:
                 problems.append(CsvProblem(place.line, place.column, str(error)))
@@ -579,9 +602,10 @@ def _inferred(cells: Cells, problems: list[CsvProblem]) -> tuple[SchedulePipe, .
             elif action.microbatch >= 0:
                 others.add(action.microbatch)
     # Stages are numbered without gaps; one that no cell names was mistyped or forgotten.
-    missing = [str(stage) for stage in range(max(place, default=0) + 1) if stage not in place]
+    missing = [stage for stage in range(max(place, default=0) + 1) if stage not in place]
     if missing:
-        problems.append(CsvProblem(1, 1, f"no rank does anything for stage {', '.join(missing)}"))
+        said = f"no rank does anything for stage {_listed(missing)}"
+        problems.append(CsvProblem(1, 1, said))
     # A pipe lists its micro-batches as they enter it, which is the order of stage 0's forwards.
     microbatches = (*entering, *sorted(others - entering.keys()))
     return (SchedulePipe(name, tuple(place[stage] for stage in sorted(place)), microbatches),)

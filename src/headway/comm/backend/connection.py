@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import mmap
 import os
 import secrets
 import select
@@ -120,10 +121,10 @@ class PeerConnection:
         self._leaving: deque[MessageTransfer] = deque()
         self._out: list[memoryview] = []
         self._wanted: dict[int, deque[MessageTransfer]] = {}
-        self._early: dict[int, deque[bytearray]] = {}
+        self._early: dict[int, deque[bytearray | mmap.mmap]] = {}
         self._head = bytearray(_HEAD.size)
         self._room = memoryview(self._head)
-        self._coming: tuple[int, MessageTransfer | bytearray] | None = None
+        self._coming: tuple[int, MessageTransfer | bytearray | mmap.mmap] | None = None
         self._low = 1
 
     def send(self, transfer: MessageTransfer) -> None:
@@ -231,10 +232,10 @@ class PeerConnection:
         else:
             self._early.setdefault(tag, deque()).append(what)
 
-    def _deliver(self, transfer: MessageTransfer, came: bytearray) -> None:
+    def _deliver(self, transfer: MessageTransfer, came: bytearray | mmap.mmap) -> None:
         """Give a message that was put aside to whoever asks for it."""
         if len(came) == transfer.nbytes:
-            transfer.memory[:] = came
+            transfer.memory[:] = memoryview(came)
             transfer.done = True
         else:
             self.ended = _unequal(len(came), transfer.nbytes)
@@ -289,10 +290,14 @@ class PeerConnection:
         self._socket.close()
 
 
-def _reserve(nbytes: int) -> bytearray | None:
-    """Room for a message; the kernel gives its pages as they are filled. None: there is none."""
-    with suppress(MemoryError, OverflowError):
+def _reserve(nbytes: int) -> bytearray | mmap.mmap | None:
+    """Room for a message that nobody has asked for yet; None: there is not so much."""
+    if nbytes <= _LOW_BYTES:
         return bytearray(nbytes)
+    # Not a bytearray, which is filled with zeros: here the kernel gives a page when it is written
+    # to, so that a head alone costs nothing.
+    with suppress(OSError, ValueError, OverflowError):
+        return mmap.mmap(-1, nbytes)
     return None
 
 

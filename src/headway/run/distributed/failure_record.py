@@ -16,11 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from headway import errors
-from headway.errors import HeadwayError, PeerLost, WorkerFailed
+from headway.documents import parse_json, read_text, to_type
+from headway.errors import DocumentError, HeadwayError, PeerLost, WorkerFailed
 from headway.user_frames import innermost_user_frame
 
 FAILURES_FOLDER = "failures"
 # Attributes on exceptions, which keep their class and text on the way to the launcher.
+_MOST_CAUSE = 500
 _JOB_ERROR = "headway_job_error"
 _ELSEWHERE = "headway_reported_elsewhere"
 
@@ -55,6 +57,8 @@ class FailureRecord:
     def error(self) -> HeadwayError:
         """The error to raise in the launcher: of the same class, with rank and step in `where`."""
         kind = getattr(errors, self.kind, WorkerFailed)
+        if not (isinstance(kind, type) and issubclass(kind, HeadwayError)):
+            kind = WorkerFailed
         # Past the constructors of subclasses, some of which take other arguments (`problems`).
         error: HeadwayError = kind.__new__(kind)
         HeadwayError.__init__(error, self.what, where=self.where, why=self.why, fix=self.fix)
@@ -138,10 +142,20 @@ def write_failure(directory: Path, record: FailureRecord) -> None:
 
 
 def read_failures(directory: Path, attempt: int) -> list[FailureRecord]:
-    """All records of one attempt, by rank."""
+    """All records of one attempt, by rank; of a damaged one it is said that it is damaged."""
     paths = sorted((directory / FAILURES_FOLDER).glob(f"attempt-{attempt}-rank-*.json"))
-    facts = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-    return [FailureRecord(**{**fact, "problems": tuple(fact["problems"])}) for fact in facts]
+    return [_read(path, attempt) for path in paths]
+
+
+def _read(path: Path, attempt: int) -> FailureRecord:
+    try:
+        return to_type(parse_json(read_text(path)), FailureRecord, where=str(path))
+    except (ValueError, DocumentError) as error:
+        digits = path.stem.rpartition("-")[2]
+        failed = WorkerFailed(
+            "its record of the failure is damaged", where=str(path), why=str(error)[:_MOST_CAUSE]
+        )
+        return describe_failure(int(digits) if digits.isdecimal() else 0, attempt, failed)
 
 
 def root_cause(records: Iterable[FailureRecord]) -> FailureRecord | None:

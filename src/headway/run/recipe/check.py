@@ -8,6 +8,7 @@ define.
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -83,7 +84,8 @@ def workload_names() -> list[str]:
 
 def _find(reference: str, overrides: Sequence[str]) -> CheckedRecipe:
     path, here = Path(reference), Path.cwd()
-    if path.suffix == ".toml" or path.is_file():
+    # Not `Path.is_file`, which raises where a name is too long for a file.
+    if path.suffix == ".toml" or os.path.isfile(path):
         _refuse_other_files(path)
         document = read_recipe(path, overrides)
         folders = tuple(dict.fromkeys((path.resolve().parent, here)))
@@ -110,12 +112,12 @@ def _find(reference: str, overrides: Sequence[str]) -> CheckedRecipe:
 
 
 def _refuse_other_files(path: Path) -> None:
-    if path.suffix != ".toml" and path.is_file():
+    if path.suffix != ".toml" and os.path.isfile(path):
         fix = "Write a recipe.toml, or name a function."
         if path.suffix == ".py":
             fix = f"Name its function that returns a Recipe, for example {path.stem}:recipe"
         raise RecipeError("is not a .toml file", where=str(path), fix=fix)
-    if not path.exists():
+    if not os.path.exists(path):
         close = nearest(path.name, [file.name for file in path.parent.glob("*.toml")])
         raise RecipeError(f"there is no such file{close}", where=str(path))
 

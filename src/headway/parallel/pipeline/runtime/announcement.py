@@ -207,6 +207,10 @@ class _Reader:
         kind = _type_of(module, name)
         if not dataclasses.is_dataclass(kind):
             raise AnnouncementError(f"{name!r:.100} is no dataclass")
+        names = {field for field, _ in parts}
+        missing = [field.name for field in dataclasses.fields(kind) if field.name not in names]
+        if missing:
+            raise AnnouncementError(f"a {name} without {missing[0]}"[:200])
         # A dataclass may be a dictionary, too.
         found = dict.__new__(kind) if issubclass(kind, dict) else object.__new__(kind)
         for field, part in parts:
