@@ -33,7 +33,7 @@ def test_every_case_of_a_bug_is_defined():
 
 
 def test_no_bug_is_planted_twice():
-    planted = Counter((bug.file, bug.source()) for bug in BUGS)
+    planted = Counter((bug.file, bug.source(), bug.case) for bug in BUGS)
     assert max(planted.values()) == 1
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import headway
 from headway import Recipe
-from headway.optim import LAMB, LARS
+from headway.optim import LAMB, LARS, WarmUp
 from headway.plans import ExchangePart, ExchangePlan, LayerSplit, PipelinePlan
 from support.recipes import adamw, deep, late, mlp, normalised, sparse, tied, unused
 from support.split_recipes import (
@@ -20,6 +20,7 @@ from support.split_recipes import (
     Lines,
     Segmenter,
     Volumes,
+    estimating,
     estimator,
     labelling,
     speaking,
@@ -158,6 +159,28 @@ def priority() -> Recipe:
     return replace(tied(), exchange=ExchangePlan(priority=True, bucket="150", chunk="100"))
 
 
+def _two_rates(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        [{"params": model.first.parameters()}, {"params": model.second.parameters(), "lr": 0.05}],
+        lr=0.01,
+    )
+
+
+@case()
+def priority_groups() -> Recipe:
+    return tiny("two-rates", exchange=ExchangePlan(priority=True), optimizer=_two_rates)
+
+
+@case()
+def priority_unused() -> Recipe:
+    return replace(unused(), exchange=ExchangePlan(priority=True))
+
+
+@case()
+def priority_words() -> Recipe:
+    return replace(words(), clip=None, exchange=ExchangePlan(priority=True))
+
+
 @case()
 def updates() -> Recipe:
     return tiny("updates", exchange=ExchangePlan(reduce="adasum", values="updates"))
@@ -176,6 +199,11 @@ def halving_doubling() -> Recipe:
 @case(4)
 def servers() -> Recipe:
     return replace(mlp(), exchange=ExchangePlan(collective="servers"))
+
+
+@case(4)
+def direct() -> Recipe:
+    return replace(mlp(), exchange=ExchangePlan(collective="direct"))
 
 
 @case(4)
@@ -201,7 +229,7 @@ class Wider(nn.Sequential):
 
 
 def compressed(text: str, **more: Any) -> Recipe:
-    exchange = ExchangePlan(compress=text, bucket="1 KiB", **more)
+    exchange = ExchangePlan(compress=text, bucket="20 KiB", **more)
     return tiny(f"compressed-{text.partition(':')[0]}", Wider, exchange=exchange, clip=0.5)
 
 
@@ -226,6 +254,28 @@ def sign() -> Recipe:
 
 
 @case()
+def int8_large() -> Recipe:
+    """A bucket of more values than are decoded at a time."""
+    exchange = ExchangePlan(compress="int8")
+    return tiny("int8-large", lambda: Mlp(20_000), exchange=exchange)
+
+
+@case()
+def int8_scheduled() -> Recipe:
+    return replace(int8(), scheduler=cosine)
+
+
+@case(4)
+def sign_of_four() -> Recipe:
+    return compressed("sign")
+
+
+@case()
+def topk_auto() -> Recipe:
+    return replace(topk(), exchange=ExchangePlan(compress="topk:0.1", bucket="auto"))
+
+
+@case()
 def topk() -> Recipe:
     return compressed("topk:0.1")
 
@@ -243,6 +293,11 @@ def adaptive() -> Recipe:
 @case()
 def randomk() -> Recipe:
     return compressed("randomk:0.2")
+
+
+@case()
+def randomk_dropping() -> Recipe:
+    return replace(randomk(), model=lambda: WithDropout(64))
 
 
 @case()
@@ -267,6 +322,11 @@ def adasum() -> Recipe:
 
 @case(3)
 def adasum_of_three() -> Recipe:
+    return adasum()
+
+
+@case(4)
+def adasum_of_four() -> Recipe:
     return adasum()
 
 
@@ -413,6 +473,17 @@ def piped_copies() -> Recipe:
     return piped("1f1b", 4)
 
 
+@case(4)
+def piped_zero() -> Recipe:
+    return replace(piped("1f1b", 2), zero=3)
+
+
+@case()
+def zero_bubble_tied() -> Recipe:
+    """A stage that uses a layer twice."""
+    return piped("zb-h1", cut=("blocks.5",))
+
+
 @case()
 def flushless() -> Recipe:
     return replace(late(), stages=2, pipeline=PipelinePlan(schedule="pipedream", microbatches=4))
@@ -440,7 +511,7 @@ def piped_statistics() -> Recipe:
 
 def layers(**split: Any) -> Recipe:
     return tiny(
-        "layers", Dropping, Lines, loss=speaking, batch=8, clip=0.5, optimizer=_calm,
+        "layers", Dropping, Lines, loss=speaking, batch=8, optimizer=_calm,
         split=LayerSplit(**split),
     )  # fmt: skip
 
@@ -453,6 +524,17 @@ def _calm(model: nn.Module) -> torch.optim.Optimizer:
 @case()
 def tensor_1d() -> Recipe:
     return layers(tensor=(2,))
+
+
+@case()
+def tensor_clipped() -> Recipe:
+    return replace(layers(tensor=(2,)), clip=0.5)
+
+
+@case(4)
+def tensor_wide() -> Recipe:
+    """A cuboid whose weights are gathered."""
+    return layers(tensor=(2, 2, 1))
 
 
 @case(4)
@@ -483,7 +565,7 @@ def tensor_cube() -> Recipe:
 
 def volumes(**split: Any) -> Recipe:
     return tiny(
-        "volumes", Segmenter, Volumes, loss=labelling, batch=4, microbatch=2, clip=0.5,
+        "volumes", Segmenter, Volumes, loss=labelling, batch=4, microbatch=2,
         optimizer=_calm, split=LayerSplit(**split),
     )  # fmt: skip
 
@@ -496,6 +578,29 @@ def spatial() -> Recipe:
 @case(4)
 def spatial_2d() -> Recipe:
     return volumes(spatial=(2, 2, 1))
+
+
+class Normed(nn.Module):
+    """Batch normalisation, and a mean over space."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.norm = nn.Conv3d(2, 4, 3, padding=1), nn.BatchNorm3d(4)
+        self.leave = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.leave(self.norm(self.enter(x)).relu().mean((2, 3, 4)))
+        return y
+
+
+@case(microbatches=True)
+def spatial_statistics() -> Recipe:
+    return replace(volumes(spatial=(2, 1, 1)), model=Normed, loss=estimating)
+
+
+@case(microbatches=True)
+def spatial_mean() -> Recipe:
+    return spatial_statistics()
 
 
 @case()
@@ -554,3 +659,76 @@ def trained_sharded() -> Recipe:
 @case(whole=True)
 def trained_compressed() -> Recipe:
     return replace(compressed("topk:0.1"), checkpoint_every=3)
+
+
+@case(whole=True)
+def trained_dropping() -> Recipe:
+    return replace(mlp(), model=WithDropout)
+
+
+@case(whole=True)
+def trained_words() -> Recipe:
+    return replace(words(), validation=Sentences, validate_every=4, checkpoint_every=3)
+
+
+@case(whole=True)
+def trained_lamb() -> Recipe:
+    return replace(mlp(), optimizer=_lamb)
+
+
+@case(whole=True, steps=2)
+def trained_large() -> Recipe:
+    """Tensors of which each rank saves some rows."""
+    return replace(mlp(), model=lambda: Mlp(4_000))
+
+
+@case(whole=True)
+def trained_priority() -> Recipe:
+    return replace(mlp(), clip=None, exchange=ExchangePlan(priority=True))
+
+
+@case(whole=True)
+def trained_spatial() -> Recipe:
+    return replace(
+        volumes(spatial=(2, 1, 1)), validation=Volumes, validate_every=2, checkpoint_every=3
+    )
+
+
+class Augmented:
+    """Points with noise of their own in each epoch."""
+
+    def __init__(self) -> None:
+        self._points = Points()
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    def read(self, indices: Any) -> Any:
+        return self._points.x[indices], self._points.y[indices]
+
+    def read_seeded(self, indices: Any, seeds: Any) -> Any:
+        noise = torch.stack([_noise(seed) for seed in seeds])
+        return self._points.x[indices] + noise, self._points.y[indices]
+
+
+def _noise(seed: int) -> torch.Tensor:
+    return torch.randn(FEATURES, generator=torch.Generator().manual_seed(seed >> 1))
+
+
+@case()
+def augmented() -> Recipe:
+    return tiny("augmented", data=Augmented)
+
+
+@case()
+def scaled_rate() -> Recipe:
+    return replace(mlp(), scale_rate="linear from 4 samples")
+
+
+def _warming(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return WarmUp(optimizer, 8, then=cosine)
+
+
+@case()
+def warming() -> Recipe:
+    return replace(mlp(), scheduler=_warming)

@@ -207,7 +207,11 @@ def plant(bug: Bug, importers: dict[str, set[str]]) -> None:
     sys.meta_path.insert(0, BuggyFinder(bug))  # type: ignore[arg-type]
     again = importers[bug.module]
     for name in again:
-        del sys.modules[name]
+        forgotten = sys.modules.pop(name)
+        package, _, own = name.rpartition(".")
+        # Else `from package import module` would find the old one there.
+        if vars(sys.modules.get(package, forgotten)).get(own) is forgotten:
+            delattr(sys.modules[package], own)
     if again & importers_of_launcher:
         import_launcher()
     for name in sorted(again):
