@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,7 +56,7 @@ class Case:
         options: dict[str, Any] = {"processes": self.processes, "steps": self.steps}
         if self.microbatches:
             options["microbatches"] = True
-        if self.whole and "whole" in inspect.signature(headway.verify).parameters:
+        if self.whole:
             options["whole"] = True
         return headway.verify(f"mutations.cases:{self.name}", **options)
 

@@ -17,7 +17,6 @@ import os
 import pkgutil
 import re
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -122,16 +121,14 @@ def preload() -> None:
     import torch
 
     torch.set_num_threads(1)
-    import headway
-
+    import_launcher()
     for folder in (*FOLDERS, "verification"):
         package = importlib.import_module(f"headway.{folder}")
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(found.name)
-    import_launcher()
     importlib.import_module("headway.api.verification")
+    importlib.import_module("headway.api.training")
     importlib.import_module("mutations.cases")
-    assert headway
     # The first optimiser of a process imports torch._dynamo: a second, paid here once.
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     gc.freeze()
@@ -254,24 +251,19 @@ def import_launcher() -> None:
 
 def run_attempt(job: Any, processes: int, *, shutdown_seconds: float) -> Any:
     """In place of `headway.launch.local.run_attempt`: forks workers from here, without an agent."""
-    local = importlib.import_module("headway.launch.local")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     context = multiprocessing.get_context("fork")
-    workers = [
-        context.Process(target=_work, args=(job, rank, processes, port))
-        for rank in range(processes)
-    ]
+    workers = [context.Process(target=_work, args=(job, n, processes)) for n in range(processes)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    statuses = {rank: w.exitcode for rank, w in enumerate(workers) if w.exitcode}
-    return local._ending(job, processes, statuses, None)
+    own = {rank: worker.exitcode for rank, worker in enumerate(workers)}
+    statuses = {rank: status for rank, status in own.items() if status}
+    local = importlib.import_module("headway.launch.local")
+    return local._ending(job, processes, statuses, own, None)
 
 
-def _work(job: Any, rank: int, processes: int, port: int) -> None:
+def _work(job: Any, rank: int, processes: int) -> None:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -279,7 +271,7 @@ def _work(job: Any, rank: int, processes: int, port: int) -> None:
         "LOCAL_WORLD_SIZE": str(processes),
         "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": "0",
     }
     importlib.import_module("headway.launch.worker").run_worker(job)
     os._exit(0)
