@@ -43,7 +43,7 @@ def test_every_family_ends_as_the_serial_run(options):
 @pytest.mark.parametrize(
     ("mistake", "run", "kind"),
     [
-        ("forgets_a_moment", "resumed", "parameter"),
+        pytest.param("forgets_a_moment", "resumed", "parameter", marks=pytest.mark.slow),
         pytest.param("skips_samples", "resumed", "parameter", marks=pytest.mark.slow),
         pytest.param("counts_twice", "trained", "validation", marks=pytest.mark.slow),
     ],
