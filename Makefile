@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install demo test test-all test-fuzz test-mutations check format docs-check clean
+.PHONY: help venv install demo test test-all test-gpu test-fuzz test-mutations check format docs-check clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -51,6 +51,9 @@ check: $(STAMP)  ## format, lint, types, direction of the imports
 format: $(STAMP)  ## put the sources into the house's format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+test-gpu: $(STAMP)  ## the tests that need a GPU; without one they are skipped, with the reason
+	@$(BIN)/python -m pytest tests/gpu -rs
 
 docs-check: $(STAMP)  ## the links and the code blocks of the documentation
 	@$(BIN)/python -m pytest -k "docs or readme or tutorial"

@@ -36,7 +36,7 @@ from headway.launch.faults import FaultInjector
 from headway.launch.forkserver import start_forkserver
 from headway.launch.restart_policy import RESTARTS
 from headway.plans import Plan, data_parallel_groups, pipelined
-from headway.plans.plan import check_executable
+from headway.plans.plan import check_device, check_executable
 from headway.run.distributed.heartbeat import HEARTBEAT_TIMEOUT_SECONDS
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.recipe.batch_units import resolve_batch
@@ -207,6 +207,8 @@ def train(
             where="" if isinstance(plan, Plan) else str(plan),
             fix=f"Use --processes {known.ranks}, or another plan.",
         )
+    if known is not None and scene.device == "cuda":  # "auto" is known to the ranks only
+        check_device(known, scene.device)
     seconds, patience_seconds = _seconds("--timeout", timeout), _seconds("--patience", patience)
     # Before the run directory: nodes that cannot be emulated leave none behind.
     with scene.nodes() as emulated:

@@ -480,6 +480,26 @@ def unsupported_by_executor(plan: Plan) -> Iterator[str]:
         )
 
 
+def check_device(plan: Plan, device: str) -> None:
+    """Refuse a plan that the executor runs on CPUs only.
+
+    Args:
+        device: Its type, as torch names it: "cpu", "cuda".
+
+    Raises:
+        PlanError: Names what the device cannot do.
+    """
+    if plan.pipe_degree > 1 and device != "cpu":
+        raise PlanError(
+            f"the executor cannot run pipelines on {device} yet",
+            problems=[
+                f"stages > 1 on {device}: messages between stages are told apart by their tags, "
+                "which NCCL ignores; stages would wait for ever, or take each other's tensors"
+            ],
+            fix="Use --device cpu, or a plan without stages (data parallelism, zero, split).",
+        )
+
+
 def check_executable(plan: Plan) -> None:
     """Refuse a plan that can only be priced and simulated.
 

@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from headway.data import Cursor, MicroBatch, RankBatch
 from headway.plans import Plan
+from headway.plans.plan import check_device
 from headway.run.distributed import replica_sync
 from headway.run.distributed.world import World
 from headway.run.pipeline.step import check_last_batch
@@ -45,6 +46,7 @@ from headway.run.step.forward_pass import ForwardPass, autocast, float_dtype, to
 from headway.run.step.randomness import (
     LogicalRandomness,
     RandomDraws,
+    is_compiled,
     probe_random_draws,
     seed_everything,
 )
@@ -204,6 +206,7 @@ class Executor:
         self.world = world or find_world()
         self.plan = resolve_plan(plan, batch, self.world.ranks)
         check_components(model, optimizer, scheduler, self.world.ranks)
+        check_device(self.plan, self.world.device.type)
         self.model = model.to(self.world.device)
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -501,7 +504,7 @@ class Executor:
         if self._mode is None or self._mode_of is not micro:
             self._mode = LogicalRandomness(self._sites, micro.positions, start.epoch)
             self._mode_of = micro
-        with self._mode if self._sites.forward else contextlib.nullcontext():
+        with self._mode.active() if self._sites.forward else contextlib.nullcontext():
             yield
 
     def _probe(self, data: Any, loss: Loss | None = None) -> RandomDraws:
@@ -510,6 +513,12 @@ class Executor:
             sites = probe_random_draws(self.model, loss or self._loss, data, resize_batch)
         for doubt in sites.doubts:
             warnings.warn(f"random numbers of the model depend on the split: {doubt}", stacklevel=2)
+        if sites.forward and is_compiled(self.model):
+            warnings.warn(
+                "the model is compiled, and trains uncompiled: it draws random numbers, which "
+                "headway draws sample by sample outside of compiled code",
+                stacklevel=2,
+            )
         return sites
 
 

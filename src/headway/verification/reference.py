@@ -172,7 +172,7 @@ def gradients_of(
     sums, counts = 0.0, 0.0
     for micro, start in micros:
         seed_everything(recipe.seed, start.epoch, start.position)
-        with LogicalRandomness(sites, micro.positions, start.epoch):
+        with LogicalRandomness(sites, micro.positions, start.epoch).active():
             value = recipe.loss(model, loss_inputs(micro))
             total, count = sum_and_count(value, len(micro.positions))
             (total / samples).backward()

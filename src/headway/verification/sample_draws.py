@@ -38,7 +38,7 @@ def check_sample_draws(seed: int) -> None:
 
     def masks(positions: Sequence[int], epoch: int) -> Tensor:
         seed_everything(seed, epoch, POSITIONS[0])
-        with LogicalRandomness(sites, positions, epoch):
+        with LogicalRandomness(sites, positions, epoch).active():
             found: Tensor = layer(data[: len(positions)]) != 0
             return found
 

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.data import RankBatch
+from headway.errors import RecipeError
 from headway.parallel.stages import ModelStages
 from headway.run.recipe.recipe import Recipe, sum_and_count
 
@@ -118,6 +119,8 @@ def probe_random_draws(
             return RandomDraws((), in_backward=False)
         # Whether backward draws again does not depend on the samples: one backward pass tells.
         three = _record(model, loss, resize(data, 3), backward=False)
+    except RecipeError:
+        raise
     except Exception:
         return _unresized(model, loss, data)
     count = two.forward
@@ -171,6 +174,25 @@ def _compare(two: Sequence[int], three: Sequence[int]) -> tuple[RandomDraw, str]
     return RandomDraw(dim, two[dim] // 2), ""
 
 
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Inside, compiled models run as they were written.
+
+    Under a dispatch mode Dynamo compiles nothing, and what it has met there once it never compiles
+    again: without this the probe would switch torch.compile off for the whole run.
+    """
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile was applied to a model or a part of it."""
+    return any(
+        "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
+
+
 class _DrawMode(TorchDispatchMode):
     """Passes every operator on, but for those that may draw from the global generator."""
 
@@ -196,11 +218,25 @@ class _DrawMode(TorchDispatchMode):
         """Call an operator that may draw."""
 
 
+_FUSED_ATTENTION = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+    "_cudnn_attention_forward",
+)
+
+
 class _Recorder(_DrawMode):
     """Notes the shape of the result of every operator that may draw, and whether it did.
 
     Attributes:
         again: Backward runs parts of the forward pass again, or may do so.
+
+    Raises:
+        RecipeError: An operator on a GPU that draws in one kernel for all samples.
     """
 
     def __init__(self) -> None:
@@ -219,6 +255,14 @@ class _Recorder(_DrawMode):
         self.shapes.append(tuple(first.shape))
         self.drew.append(not torch.equal(before, generator.get_state()))
         self.names.append(func.__name__.partition(".")[0])
+        if self.drew[-1] and self.names[-1].startswith(_FUSED_ATTENTION):
+            raise RecipeError(
+                f"attention with dropout cannot be trained on {first.device.type} yet",
+                why=f"{self.names[-1]} draws for all samples at once, from one seed that backward "
+                "uses again: its numbers would depend on how the batch is split.",
+                fix="Set the dropout of attention to 0 (nn.Dropout elsewhere is fine), or use "
+                "--device cpu.",
+            )
         return result
 
 
@@ -228,7 +272,7 @@ def _record(
     """Run a pass, put everything back, and return what was drawn."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     recorder = _Recorder()
-    with _buffers_restored(model), generators_restored(), recorder:
+    with uncompiled(), _buffers_restored(model), generators_restored(), recorder:
         value = loss(model, data)
         recorder.forward = len(recorder.shapes)
         total, _ = sum_and_count(value, 1)
@@ -252,7 +296,13 @@ def count_draws_before(
     """
     found: list[int] = []
     recorder = _Recorder()
-    with _buffers_restored(model), generators_restored(), torch.no_grad(), recorder:
+    with (
+        uncompiled(),
+        _buffers_restored(model),
+        generators_restored(),
+        torch.no_grad(),
+        recorder,
+    ):
         run(lambda: found.append(len(recorder.shapes)))
     return tuple(found)
 
@@ -297,6 +347,12 @@ class LogicalRandomness(_DrawMode):
         self._positions = positions
         self._epoch = epoch
         self._met: dict[int, RandomDraw] = {}
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside, draws are made so; code that the user has compiled runs uncompiled."""
+        with uncompiled(), self:
+            yield
 
     def advance(self, number: int) -> None:
         """Skip draws, so that the next one has this number in the whole forward pass."""
@@ -450,7 +506,7 @@ class StageRandomness:
             return
         self._now = mode
         try:
-            with mode:
+            with mode.active():
                 yield
         finally:
             self._now = None
