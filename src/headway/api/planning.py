@@ -29,6 +29,7 @@ from headway.api.plan_request import (
     build_question,
     device_prices,
     note_unknown_operators,
+    parse_device_counts,
     parse_search_options,
     training_length,
 )
@@ -37,6 +38,7 @@ from headway.cluster.presets import PRESETS, of_preset
 from headway.cost.machines import machine_of
 from headway.errors import NothingFits, PlanError, RecipeError
 from headway.planner.estimate.degrees import describe_degrees
+from headway.planner.explain.alternatives import fewer_devices_do
 from headway.planner.explain.infeasible import infeasible_error
 from headway.planner.export.auto import RecipeLimits
 from headway.planner.export.prediction import with_prediction
@@ -45,6 +47,7 @@ from headway.planner.search.plan_conversion import missing_in_executor, to_plan
 from headway.planner.search.plan_point import Point
 from headway.planner.search.request import Objective
 from headway.plans import Plan
+from headway.plans.plan import unsupported_by_executor
 from headway.plans.prediction import Prediction
 from headway.units import Price
 
@@ -65,6 +68,7 @@ class PlanningResult:
         outcome: The search's own answer: bound, gap, and the tables behind each point.
         currency: Of prices; "" where one is not known.
         length: How long the recipe trains, where prices are known.
+        model: The recipe itself, whose model is cut on trial; None: not at hand.
     """
 
     recipe: RecipeInput
@@ -76,6 +80,7 @@ class PlanningResult:
     length: TrainingLength
     capture_seconds: float
     search_seconds: float
+    model: Recipe | None = None
 
     @property
     def frontier(self) -> tuple[Point, ...]:
@@ -107,6 +112,32 @@ class PlanningResult:
     def missing(self) -> str:
         """What the executor lacks for the chosen plan; "" where it can run it."""
         return missing_in_executor(self.outcome.search, self.chosen)
+
+    def runs(self, point: Point) -> str:
+        """Whether `train` runs a point: "yes", what stands against it, or "not known: " and what
+        only the start of training tells.
+        """
+        if lacks := missing_in_executor(self.outcome.search, point):
+            return lacks
+        plan, degrees = to_plan(self.outcome, point), point.degrees
+        if problems := list(unsupported_by_executor(plan)):
+            return ", ".join(problems)
+        unknown = []
+        if degrees.tensor > 1:
+            unknown.append("the executor's own split")
+        if degrees.pipeline > 1 and (point != self.chosen or self.model is None):
+            unknown.append("the cut")
+        elif degrees.pipeline > 1 and self._cut_refusal:
+            return self._cut_refusal
+        elif degrees.pipeline == 1 and degrees.zero:
+            unknown.append("state in parts")
+        return f"not known: {', '.join(unknown)}" if unknown else "yes"
+
+    @cached_property
+    def _cut_refusal(self) -> str:
+        """Why the chosen plan's stages cannot be cut; "" where they can."""
+        assert self.model is not None
+        return _why_not_cuttable(self.model, self.plan, self.chosen.degrees.microbatch)
 
     def plan_of(self, point: Point) -> Plan:
         """The plan of any point of the frontier, with its prediction.
@@ -165,7 +196,8 @@ def plan(
             "fewest-devices" or "cheapest"; where no price is known, device-hours.
         memory: Bytes of a device that may be used, or as in "80 GiB"; by default all of it.
         devices: 8, (6, 12), "8", "6,12" or "1..64" (powers of two, and both ends); by default the
-            cluster's, of several types each whole or not at all.
+            cluster's, or fewer where half of them are as fast; of several types each whole or not
+            at all.
         price: Of a device, as in "2.5 USD/h"; by default the cluster's.
         force: What modules must do: "blocks.*=split", "head=replicate", "head=split:o" (an axis of
             the operator), "blocks.8=stage" (a stage begins there).
@@ -207,7 +239,13 @@ def plan(
 
     def search(limits: RecipeLimits) -> SearchResult:
         try:
-            return PlanSearch(question, limits.allow).run()
+            outcome = PlanSearch(question, limits.allow).run()
+            fewer = question.devices and options.counts is None and fewer_devices_do(outcome)
+            if not fewer:
+                return outcome
+            # Nobody has asked for all devices: some of them are more than all.
+            counts = parse_device_counts(f"1..{question.most}")
+            return PlanSearch(replace(question, devices=counts), limits.allow).run()
         except NothingFits:
             # Only a preset says how further nodes are joined: a file that describes one node
             # has no links between nodes, so that more devices can be offered, but not priced.
@@ -232,6 +270,7 @@ def plan(
         length=training_length(captured.recipe) if prices else TrainingLength(),
         capture_seconds=captured_at - begin,
         search_seconds=perf_counter() - captured_at,
+        model=captured.recipe,
     )
 
 

@@ -78,15 +78,15 @@ def report_lines(result: PlanningResult) -> Iterator[str]:
         yield f"  and {len(rows) - MAX_COLLECTIVE_ROWS - 1} more lines (--json)"
     if rows:
         yield ""
-    optimal = "Optimal within this search"
+    optimal = "Optimal among these"
     if outcome.gap >= OPTIMAL:
-        optimal = f"Within {outcome.gap:.1%} of the best of this search"
+        optimal = f"Within {outcome.gap:.1%} of the best of these"
     bound = ""
     if outcome.floor > 0 and outcome.unexplored < 1.0:
         bound = f"; {1 + outcome.unexplored:.2f}x the theoretical lower bound of the step time"
     yield (
         f"Searched {outcome.considered:,} configurations ({outcome.opened:,} in full) for "
-        f"{question.objective}. {optimal}{bound}."
+        f"{question.objective}: {_space(question)}. {optimal}{bound}."
     )
     for kind in outcome.search.types:
         own = tuple(machine_numbers(question.of(kind)))
@@ -97,11 +97,21 @@ def report_lines(result: PlanningResult) -> Iterator[str]:
     yield "(--json lists each number with its source, and each figure with its formula)"
 
 
+def _space(question: PlanRequest) -> str:
+    """Among which plans the chosen one is the best."""
+    named = "all schedules" if "all" in question.schedules else ", ".join(question.schedules)
+    zero = ", ".join(map(str, question.zero))
+    tensor = "any tensor axis inside a node"
+    if question.tensor is not None:
+        tensor = f"tensor {', '.join(map(str, question.tensor))}"
+    return f"{named}; ZeRO {zero}; {tensor}; one strategy for equal blocks of a stage"
+
+
 def _table(result: PlanningResult) -> Iterator[str]:
     outcome = result.outcome
     question = outcome.question
     cost_heads = [*_counts(result.length)] if question.priced_devices else []
-    rows = [[" ", "step", "memory", "devices", *cost_heads, "plan", "runs; else lacks"]]
+    rows = [[" ", "step", "memory", "devices", *cost_heads, "plan", "runs today"]]
     places = sorted(_worth_showing(outcome) | {outcome.chosen})
     points = [outcome.points[number] for number in places]
     notes = label_points(outcome.search, points)
@@ -114,7 +124,7 @@ def _table(result: PlanningResult) -> Iterator[str]:
                 describe_devices(point),
                 *cost_columns(step_price(question, point), result.currency, result.length),
                 f"{describe_point(point)}{said and f' ({said})'}",
-                missing_in_executor(outcome.search, point) or "yes",
+                result.runs(point),
             ]
         )
     yield from table_lines(rows)
@@ -380,6 +390,7 @@ def _point(result: PlanningResult, point: Point) -> dict[str, object]:
         "money": cost_data(known.money, result.length),
         "border": point.border,
         "lacks": missing_in_executor(outcome.search, point),
+        "runs": result.runs(point),
         "degrees": asdict(point.degrees),
         "parts": [asdict(part) for part in step_parts(question, point)],
         "holding": asdict(fullest_stage_memory(question, point)),

@@ -48,6 +48,11 @@ class Degrees:
         return self.tensor * self.data * self.pipeline
 
     @property
+    def scheme(self) -> ScheduleOption:
+        """The schedule with its options."""
+        return ScheduleOption(self.schedule, self.virtual, self.pipes)
+
+    @property
     def stages(self) -> int:
         """Of one pipe."""
         return self.pipeline * self.virtual
@@ -109,16 +114,17 @@ def degree_labels(degrees: Degrees, microbatch: str) -> list[str]:
 def describe_degrees(degrees: Degrees) -> str:
     """ "tensor 8, data 4, pipe 2, 24 micro-batches of 4, ZeRO 1"."""
     words = degree_labels(degrees, str(degrees.microbatch))
-    if degrees.pipeline > 1 and degrees.schedule != PLAIN.name:
-        words.append(str(ScheduleOption(degrees.schedule, degrees.virtual, degrees.pipes)))
+    if degrees.pipeline > 1 and degrees.scheme != PLAIN:
+        words.append(str(degrees.scheme))
     if degrees.data > 1 and degrees.pipeline > 1 and degrees.order == "tdp":
         words.append("data inside pipe")
     return ", ".join(words)
 
 
 def microbatch_sizes(share: int) -> tuple[int, ...]:
-    """Sizes of a micro-batch that are tried: powers of two that divide a share, and the share."""
-    return tuple(b for b in divisors(share) if b & (b - 1) == 0 or b == share)
+    """Sizes of a micro-batch that are tried: all that divide a share."""
+    # Powers of two alone leave out good ones: 3 of 6, one step away from 3 of 3 on twice the ranks.
+    return tuple(divisors(share))
 
 
 def combinations(

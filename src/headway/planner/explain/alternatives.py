@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from headway.planner.estimate.degrees import Degrees, microbatch_sizes
+from headway.planner.estimate.degrees import Degrees
 from headway.planner.estimate.operators import dtype_of, kernel_count
 from headway.planner.estimate.pipeline_time import PointStage
 from headway.planner.estimate.stage_cut import LayerUnit
 from headway.planner.search.branch_and_bound import PlanSearch, SearchResult
+from headway.planner.search.neighbours import DegreeStep, degree_steps
 from headway.planner.search.operator_choices import operator_choices
 from headway.planner.search.plan_point import Point, describe_point, format_device_runs
-from headway.planner.search.request import ORDERS, PlanRequest
-from headway.schedule.generators.registry import PLAIN
+from headway.planner.search.request import PlanRequest
 from headway.units import format_bytes
 
 PlanFeatures = Mapping[str, str]
@@ -184,6 +184,18 @@ def nearest_plans(outcome: SearchResult, number: int = NEAREST) -> tuple[Alterna
     return tuple(_against(outcome.question, best, step, point) for step, point in kept)
 
 
+def fewer_devices_do(outcome: SearchResult) -> bool:
+    """Whether the chosen plan on half as many devices is as fast and needs no more memory."""
+    best, most = outcome.best, outcome.question.most
+    return any(
+        one.point.devices < best.devices
+        and one.point.seconds <= best.seconds
+        and one.point.bytes <= best.bytes
+        for one in neighbour_plans(outcome.search, best, most=most)
+        if one.point is not None
+    )
+
+
 def _same(one: Point, other: Point) -> bool:
     return (one.devices, one.amounts) == (other.devices, other.amounts) and all(
         math.isclose(a, b, rel_tol=ALIKE)
@@ -264,30 +276,21 @@ def neighbour_plans(engine: PlanSearch, point: Point, *, most: int) -> tuple[Nei
         return ()
     counts = {one.kind: one.count for one in engine.question.groups}
     most = counts.get(point.kind, most)  # a step takes further devices of the same type
-    return tuple(
-        _neighbour(engine, point, name, factor, most)
-        for name in ("tensor", "data", "pipeline", "microbatch")
-        for factor in (2.0, 0.5)
-    )
+    steps = degree_steps(engine.question, point.degrees, units=len(engine.row), most=most)
+    return tuple(_neighbour(engine, point, one) for one in steps)
 
 
-def _neighbour(
-    engine: PlanSearch, point: Point, name: str, factor: float, most: int
-) -> NeighbourPlan:
-    old = getattr(point.degrees, name)
-    new = old * factor
-    label = "pipe" if name == "pipeline" else "micro-batch" if name == "microbatch" else name
-    step = f"{label} {old} -> {new:g}"
-    if new != int(new):
-        return NeighbourPlan(step=f"{label} {old} -> less", why=f"{old} cannot be halved")
-    degrees, why = _moved(engine, point.degrees, name, int(new), most)
+def _neighbour(engine: PlanSearch, point: Point, one: DegreeStep) -> NeighbourPlan:
+    degrees = one.degrees
     if degrees is None:
-        return NeighbourPlan(step=step, why=why)
+        return NeighbourPlan(step=one.step, why=one.why)
+    if engine.allow is not None and not engine.allow(degrees):
+        return NeighbourPlan(step=one.step, why="the recipe or its model excludes it")
     candidate = engine.candidate(degrees, point.kind)
     cap = engine.question.caps.get(point.kind, engine.question.cap)
     found = candidate.fastest(cap)
     if found is not None:
-        return NeighbourPlan(step=step, degrees=degrees, point=found)
+        return NeighbourPlan(step=one.step, degrees=degrees, point=found)
     least = candidate.fastest(float("inf"))
     need = candidate.bound()[1]
     why = "the model cannot be cut so"
@@ -295,42 +298,4 @@ def _neighbour(
         why = f"it needs at least {format_bytes(need)} per device; {format_bytes(cap)} are allowed"
         if need <= cap:
             why = f"no cut of it fits into {format_bytes(cap)} per device"
-    return NeighbourPlan(step=step, degrees=degrees, why=why)
-
-
-def _moved(
-    engine: PlanSearch, old: Degrees, name: str, new: int, most: int
-) -> tuple[Degrees | None, str]:
-    """The degrees after one step, or why there are none."""
-    batch = engine.question.batch
-    t, d, p = old.tensor, old.data, old.pipeline
-    if name == "microbatch":
-        if batch % (d * new):
-            return None, f"a share of {batch // d} samples is no multiple of {new}"
-        return replace(old, microbatch=new, microbatches=batch // d // new), ""
-    if name == "data":
-        d = new
-        if t * d * p > most:
-            return None, f"it needs {t * d * p} devices, the cluster has {most}"
-    else:
-        number = old.data * getattr(old, name)
-        if number % new:
-            return None, f"{number} ranks that tensor, pipe and data share are no multiple of {new}"
-        d = number // new
-        t, p = (new, p) if name == "tensor" else (t, new)
-    if p * old.virtual > len(engine.row):
-        return None, f"the model has {len(engine.row)} units that can be a stage"
-    if t > engine.question.machine.network.levels[0].width:
-        return None, "a tensor axis stays within the innermost level of links"
-    if batch % d:
-        return None, f"a batch of {batch} samples is no multiple of {d} shares"
-    sizes = [b for b in microbatch_sizes(batch // d) if b <= old.microbatch]
-    b = old.microbatch if batch // d % old.microbatch == 0 else max(sizes)
-    zero = old.zero if d > 1 else 0
-    moved = replace(old, tensor=t, data=d, pipeline=p, microbatch=b, zero=zero)
-    if p == 1:
-        moved = replace(moved, schedule=PLAIN.name, virtual=1, pipes=1)
-    # Both orders are the same mesh then; the search lists the first one only.
-    if 1 in (d, p):
-        moved = replace(moved, order=ORDERS[0])
-    return replace(moved, microbatches=batch // d // b), ""
+    return NeighbourPlan(step=one.step, degrees=degrees, why=why)

@@ -30,7 +30,7 @@ from headway.planner.estimate.pipeline_time import PointStage
 from headway.planner.estimate.pricing import IntervalRows
 from headway.planner.explain.step_parts import fullest_stage_memory
 from headway.planner.search.branch_and_bound import LayoutCandidate, PlanSearch
-from headway.planner.search.candidate import PlanCandidate
+from headway.planner.search.candidate import PlanCandidate, whole_bytes, with_rounding
 from headway.planner.search.device_layout import Combination
 from headway.planner.search.plan_point import Point, describe_point
 from headway.planner.search.request import PlanRequest
@@ -77,7 +77,7 @@ def least_memory(engine: PlanSearch) -> LeastMemory | None:
         point = candidate.fastest(least - 1) if best else candidate.fastest(np.inf)
         low = bound
         while point is not None:
-            best, least = point, float(np.ceil(point.bytes))
+            best, least = point, float(whole_bytes(point.bytes))
             point = None
             # Bisection in whole bytes; every plan that is found begins it anew from what that plan
             # needs.
@@ -92,7 +92,7 @@ def least_memory(engine: PlanSearch) -> LeastMemory | None:
 def _least_memory(point: Point | None, proven: bool) -> LeastMemory | None:
     if point is None:
         return None
-    return LeastMemory(bytes=int(np.ceil(point.bytes)), point=point, proven=proven)
+    return LeastMemory(bytes=whole_bytes(point.bytes), point=point, proven=proven)
 
 
 def _by_memory(
@@ -452,8 +452,8 @@ class MemoryFix:
 def excess_bytes(engine: PlanSearch, point: Point) -> int:
     """Whole bytes by which the fullest device exceeds what is allowed; 0: it fits."""
     question = engine.question
-    over = [point.bytes_on(kind) - question.caps[kind] for kind, _ in point.amounts]
-    return max(0, math.ceil(max(over, default=point.bytes - question.cap)))
+    over = [whole_bytes(point.bytes_on(kind)) - question.caps[kind] for kind, _ in point.amounts]
+    return max(0, math.ceil(max(over, default=whole_bytes(point.bytes) - question.cap)))
 
 
 def memory_fixes(engine: PlanSearch, point: Point) -> tuple[MemoryFix, ...]:
@@ -474,7 +474,7 @@ def memory_fixes(engine: PlanSearch, point: Point) -> tuple[MemoryFix, ...]:
 def _memory_fix(
     engine: PlanSearch, old: Point, change: str, new: Point | None
 ) -> Iterator[MemoryFix]:
-    if new is not None and new.bytes <= engine.question.cap:
+    if new is not None and new.bytes <= with_rounding(engine.question.cap):
         yield MemoryFix(change=change, point=new, slower=new.seconds / old.seconds - 1)
 
 

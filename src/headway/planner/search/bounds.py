@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from headway.cost.device import Array
+from headway.cost.pipeline_model import schedule_formula
 from headway.planner.estimate.degrees import Degrees, least_state_per_byte
 from headway.planner.estimate.gradient_exchange import ModelParameters
 from headway.planner.estimate.operators import (
@@ -73,6 +74,23 @@ def step_lower_bound(degrees: Degrees, forward: Array, backward: Array) -> Array
         # r.
         return np.maximum(whole, both + (m - 1) / p * np.maximum(forward, backward))
     return np.maximum(whole, forward)
+
+
+def step_estimate(degrees: Degrees, least: float) -> float:
+    """Seconds that a table is expected to take, by the published bubble of its schedule.
+
+    Args:
+        least: Seconds that it takes at least.
+    """
+    p, m = degrees.pipeline, degrees.microbatches
+    if p == 1 or SCHEDULES[degrees.schedule].held == "all":
+        return least  # the bound has the bubble already
+    known = schedule_formula(
+        degrees.schedule, stages=p, microbatches=m, virtual=degrees.virtual, pipes=degrees.pipes
+    )
+    # Of the others (ZB-V, DualPipe-V, sizes without a formula) the order is that of 1F1B.
+    bubble = (p - 1) / (m + p - 1) if known is None else known.bubble
+    return least / (1.0 - bubble)
 
 
 def one_f_one_b_lower_bound(

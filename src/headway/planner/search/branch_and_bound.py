@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
 from weakref import WeakKeyDictionary
@@ -27,20 +27,27 @@ from headway.planner.estimate.degrees import Degrees, combinations
 from headway.planner.estimate.segments import SegmentTables
 from headway.planner.estimate.stage_cut import forced_stage_starts
 from headway.planner.pareto.front import reduce_front
-from headway.planner.search.bounds import LayoutBounds, SearchBounds
-from headway.planner.search.candidate import FINER, Picks, PlanCandidate, ShareCandidate
+from headway.planner.search.bounds import LayoutBounds, SearchBounds, step_estimate
+from headway.planner.search.candidate import (
+    FINER,
+    Picks,
+    PlanCandidate,
+    ShareCandidate,
+    with_rounding,
+)
 from headway.planner.search.device_layout import Combination, device_counts, layout_combinations
+from headway.planner.search.neighbours import degree_steps
 from headway.planner.search.plan_point import Point
 from headway.planner.search.request import PlanRequest
 from headway.planner.whale.load_balance import DeviceShare, algorithm_1
-from headway.schedule.generators.registry import schedule_options
+from headway.schedule.generators.registry import PLAIN, ScheduleOption, schedule_options
 from headway.units import format_bytes
 
 # A band in which no plan can be faster than a known one by more than this factor is left.
 NEAR = 1.02
-# Combinations with another schedule than the first one of the question that are opened, those with
-# the least bounds first: their tables take time. The gap counts what is left closed.
-TABLES = 64
+# Combinations with one schedule other than 1F1B that are opened before their neighbours, those with
+# the least estimates first: their tables take time. The gap counts what is left closed.
+TABLES = 16
 # Of the allowed memory: plans that need less than this share count as needing it.
 LEAST = 0.02
 
@@ -197,6 +204,7 @@ class LayoutCandidate:
     """
 
     band = BAND
+    exists = True
 
     def __init__(
         self,
@@ -328,6 +336,10 @@ class PlanSearch:
     def _begin(self) -> None:
         self.points: list[Point] = []
         self.opened = 0
+        self._found = False
+        self._end = np.inf
+        # Seconds that no plan of what was left closed is below.
+        self._closed: dict[Combination, float] = {}
         self._known: np.ndarray = np.zeros((0, 3))
         self._candidates: dict[tuple[str, Degrees], PlanCandidate] = {}
         # Weak keys: what was picked on a candidate goes when `KEPT` drops it.
@@ -353,45 +365,101 @@ class PlanSearch:
         Raises:
             NothingFits: No plan is within the memory.
         """
-        question = self.question
-        end = np.inf if question.seconds is None else perf_counter() + question.seconds
-        waiting: list[tuple[float, Combination, float, bool]] = []
+        limit = self.question.seconds
+        self._end = np.inf if limit is None else perf_counter() + limit
+        bounded: list[Combination] = []
+        by_table: dict[ScheduleOption, list[Combination]] = {}
         for combination in self.combinations():
-            seconds, held = self._first_bound(combination)
-            waiting.append((seconds, combination, held, False))
-        considered = len(waiting)
-        # Of equal bounds the lesser combination is opened first, so that a request has one answer.
-        heapq.heapify(waiting)
-        bound, tables = np.inf, 0
+            scheme = combination.degrees.scheme
+            own = bounded if scheme == PLAIN else by_table.setdefault(scheme, [])
+            own.append(combination)
+        self._explore(bounded)
+        for some in by_table.values():
+            self._explore_tables(some)
+        if not self.points:
+            raise self._impossible()
+        return self._outcome(len(bounded) + sum(map(len, by_table.values())))
+
+    def _explore(self, some: Sequence[Combination], most: float = np.inf) -> set[Combination]:
+        """Opens what the bounds leave, the least first; returns what was opened.
+
+        Args:
+            most: Combinations that are opened at most, those with the least estimates first.
+        """
+        question, opened = self.question, set[Combination]()
+        waiting: list[tuple[float, Combination, float, float, bool]] = []
+
+        def wait(combination: Combination, seconds: float, held: float, *, tight: bool) -> None:
+            rank = seconds
+            if most < np.inf and np.isfinite(seconds):
+                rank = step_estimate(combination.degrees, seconds)
+            # Of equal ranks the lesser combination is first, so that a request has one answer.
+            heapq.heappush(waiting, (rank, combination, seconds, held, tight))
+
+        for combination in some:
+            wait(combination, *self._first_bound(combination), tight=False)
         while waiting:
-            seconds, combination, held, tight = heapq.heappop(waiting)
-            if held > question.cap or not np.isfinite(seconds):
+            _, combination, seconds, held, tight = heapq.heappop(waiting)
+            if held > with_rounding(question.cap) or not np.isfinite(seconds):
                 continue
             # Without a plan the search goes on: a limit of time must not make a request infeasible.
-            late = bool(self.points) and perf_counter() > end
-            if late or self._beaten(seconds, question.cap, combination, held):
-                bound = min(bound, _bound_value(question, combination, seconds))
+            late = self._found and perf_counter() > self._end
+            full = len(opened) >= most
+            if late or full or self._beaten(seconds, question.cap, combination, held):
+                self._closed[combination] = seconds
                 continue
             candidate = self.open(combination)
-            degrees = combination.degrees
             # Its own tables give a better bound, but take time: they are made when its turn comes.
             if not tight:
                 better = candidate.bound(question.cap)
-                line = (max(seconds, better[0]), combination, max(held, better[1]), True)
-                heapq.heappush(waiting, line)
+                wait(combination, max(seconds, better[0]), max(held, better[1]), tight=True)
                 continue
-            if degrees.pipeline > 1 and degrees.schedule != question.schedules[0]:
-                if tables == TABLES:
-                    bound = min(bound, _bound_value(question, combination, seconds))
-                    continue
-                tables += 1
-            self.opened += 1
+            if not candidate.exists:
+                continue
+            opened.add(combination)
             self._open(combination, candidate)
-            if np.isfinite(candidate.left_out):
-                bound = min(bound, _bound_value(question, combination, candidate.left_out))
-        if not self.points:
-            raise self._impossible()
-        return self._outcome(considered, float(bound))
+        return opened
+
+    def _explore_tables(self, some: Sequence[Combination]) -> None:
+        """Opens combinations with a schedule of which only tables say what it takes: those with the
+        least estimates, and from their best plan on its neighbours until none is better.
+
+        What other schedules have found has no part in it, so that the answer to a request with
+        more schedules is never worse.
+        """
+        firsts = {one: self._first_bound(one) for one in some}
+        cap = self.question.cap
+        if all(self._beaten(seconds, cap, one, held) for one, (seconds, held) in firsts.items()):
+            self._closed |= {one: seconds for one, (seconds, _) in firsts.items()}
+            return
+        before, self.points, self._known = self.points, [], np.zeros((0, 3))
+        opened = self._explore(some, TABLES)
+        waiting = {(one.kind, one.degrees): one for one in some if one not in opened}
+        best: Point | None = None
+        while self.points and self._choice(self.points) != best:
+            best = self._choice(self.points)
+            for degrees in self._around(best, waiting):
+                if self._found and perf_counter() > self._end:
+                    break
+                combination = waiting.pop((best.kind, degrees))
+                candidate = self.open(combination)
+                if candidate.exists and firsts[combination][1] <= with_rounding(cap):
+                    self._closed.pop(combination, None)
+                    self._open(combination, candidate)
+        for point in before:
+            self._add(point)
+
+    def _around(
+        self, point: Point, some: Mapping[tuple[str, Degrees], Combination]
+    ) -> list[Degrees]:
+        """Degrees one step away from a plan's, and those that differ in ZeRO or the order of axes
+        alone, as far as they are among `some`."""
+        old, most = point.degrees, self.question.most
+        steps = degree_steps(self.question, old, units=len(self.row), most=most)
+        found = [one.degrees for one in steps if one.degrees is not None]
+        found += [replace(old, zero=zero) for zero in self.question.zero if old.data > 1]
+        found += [replace(old, order=order) for order in self.question.orders]
+        return [one for one in dict.fromkeys(found) if (point.kind, one) in some]
 
     def tables_of(self, tensor: int, samples: int, kind: str = "") -> SegmentTables:
         """Shared by all combinations with this tensor degree and micro-batch on one type."""
@@ -503,6 +571,14 @@ class PlanSearch:
 
     def _open(self, combination: Combination, candidate: PlanCandidate | LayoutCandidate) -> None:
         """Adds the fastest plan of each band of memory that may hold one of use."""
+        self.opened += 1
+        self._search_bands(combination, candidate)
+        if np.isfinite(candidate.left_out):
+            self._closed[combination] = candidate.left_out
+
+    def _search_bands(
+        self, combination: Combination, candidate: PlanCandidate | LayoutCandidate
+    ) -> None:
         cap = self.question.cap
         least = max(candidate.bound()[1], self.question.cap * LEAST)
         # From the whole memory down: the next band begins below what the last plan needs.
@@ -531,7 +607,9 @@ class PlanSearch:
             ]
             # A layout's cuts take long: one that gains less than the frontier tells is not sought.
             near = 1.0 if combination.layout is None else NEAR
-            return min(found, default=np.inf) / near
+            # However little faster than all, it is of use: it would be the chosen one.
+            fastest = min((point.seconds for point in self.points), default=np.inf)
+            return max(min(found, default=np.inf) / near, fastest)
         if question.objective == "fastest":
             return min((point.seconds for point in self.points), default=np.inf)
         if question.objective == "cheapest" and combination.layout is not None:
@@ -548,6 +626,7 @@ class PlanSearch:
         return cost / self.question.cost(combination.devices, 1.0, combination.amounts)
 
     def _add(self, point: Point) -> None:
+        self._found = True
         self.points.append(point)
         self.points, self._known = pareto_optimal(self.points, self._figures)
 
@@ -576,7 +655,8 @@ class PlanSearch:
         if self.question.objective == "frontier":
             room = max(held, min(cap, held / FINER), self.question.cap * LEAST)
             most = np.array(self._figures(combination, seconds * NEAR, room))
-            return bool((self._known <= most).all(axis=1).any())
+            fastest = self._known[:, 0].min() <= seconds
+            return bool(fastest and (self._known <= most).all(axis=1).any())
         least, fewest = min((_value(self.question, p), p.devices) for p in self.points)
         value = _bound_value(self.question, combination, seconds)
         if self.question.objective == "fewest-devices":
@@ -584,7 +664,14 @@ class PlanSearch:
         # On fewer devices a plan is chosen even if it is a thousandth worse.
         return value > least * ALIKE if combination.devices < fewest else value >= least
 
-    def _outcome(self, considered: int, bound: float) -> SearchResult:
+    def _choice(self, points: Sequence[Point]) -> Point:
+        """The one that meets the objective: of those that are as good the one on fewest devices."""
+        values = [_value(self.question, point) for point in points]
+        least = min(values) * ALIKE
+        equal = [point for point, value in zip(points, values, strict=True) if value <= least]
+        return min(equal, key=lambda point: (point.devices, point.seconds))
+
+    def _outcome(self, considered: int) -> SearchResult:
         question = self.question
         found = distinct_points(self.points, self._figures)
         # The search prices without the parts of a step, which takes a third of the time.
@@ -594,18 +681,17 @@ class PlanSearch:
             else self.candidate(point.degrees, point.kind).detailed(point)
             for point in found
         )
-        values = [_value(question, point) for point in points]
-        equal = [n for n, value in enumerate(values) if value <= min(values) * ALIKE]
-        chosen = min(equal, key=lambda n: (points[n].devices, points[n].seconds))
+        chosen = points.index(best := self._choice(points))
+        bounds = (_bound_value(question, one, least) for one, least in self._closed.items())
         return SearchResult(
             question=question,
             points=points,
             chosen=chosen,
-            bound=min(bound, values[chosen]),
+            bound=min([_value(question, best), *bounds]),
             floor=min(
                 self._floor(combination)
                 for combination in self.combinations()
-                if combination.devices == points[chosen].devices
+                if combination.devices == best.devices
             ),
             considered=considered,
             opened=self.opened,
@@ -632,8 +718,8 @@ class PlanSearch:
         return NothingFits(
             "no plan fits",
             problems=problems,
-            fix="headway.planner.explain.infeasible.infeasible_error(question) says which changes "
-            "would do.",
+            fix="Allow more memory or more devices, or take a smaller batch; `headway plan` says "
+            "how much of each would do.",
         )
 
 

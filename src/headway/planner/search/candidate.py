@@ -14,6 +14,7 @@ task graphs.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -61,6 +62,20 @@ FINER = 0.75
 """Plans are sought in bands of memory, each this share of the one before."""
 
 
+SLACK = 1e-13
+"""Of bytes: the same sum in another order differs by less, and by less than a byte of 1 TB."""
+
+
+def with_rounding(cap: float) -> float:
+    """Bytes up to which a plan fits into `cap`, however its bytes were added up."""
+    return cap * (1.0 + 2 * SLACK)
+
+
+def whole_bytes(size: float) -> int:
+    """The least whole bytes into which a plan of this size fits."""
+    return math.ceil(size * (1.0 - SLACK))
+
+
 class PlanCandidate:
     """A combination of degrees, ready to be asked for the fastest plan within a memory.
 
@@ -106,6 +121,11 @@ class PlanCandidate:
         return make_periodic_table(
             ScheduleOption(d.schedule, d.virtual, d.pipes), d.pipeline, d.microbatches
         )
+
+    @property
+    def exists(self) -> bool:
+        """Whether its schedule can have these sizes."""
+        return self.degrees.pipeline == 1 or self.book is not None
 
     @cached_property
     def _starts(self) -> tuple[int, ...]:
@@ -286,7 +306,7 @@ class PlanCandidate:
             known: Seconds of a known plan; others are not of interest unless faster.
             parts: False: how the step divides into messages and so on is left open, see `detailed`.
         """
-        cap = min(cap, self.limit)
+        cap = with_rounding(min(cap, self.limit))
         if self.degrees.pipeline == 1:
             return None if self._starts else self._alone(cap)
         if self.book is None or not self._enough(cap, known):
@@ -636,6 +656,7 @@ class ShareCandidate:
                 stages) and so many bytes of a device; None: every one.
             known: Seconds from which on no plan is of use.
         """
+        caps = {kind: with_rounding(cap) for kind, cap in caps.items()}
         several = self.combination.degrees.pipeline > 1
         if several and not self._enough(caps, known):
             return None
