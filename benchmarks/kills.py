@@ -25,7 +25,7 @@ from support.commands import newest_tensors
 FAMILIES: dict[str, tuple[str, ...]] = {
     "ddp": (),
     "fp16": ("exchange.compress='fp16'",),
-    "top-k": ("exchange.compress='topk'",),
+    "top-k": ("exchange.compress='topk:0.1'",),
     "priority": ("exchange.priority=true",),
     "zero-1": ("zero=1",),
     "zero-2": ("zero=2",),
