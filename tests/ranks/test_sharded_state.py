@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from headway.checkpoint.staging import local_data
 from headway.errors import PlanError
 from headway.plans import ExchangePlan, data_parallel
+from headway.run.distributed.device_mesh import state_mesh
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
 from support.commands import headway_here, resumed
@@ -164,3 +166,13 @@ def outside(world):
 
 def test_a_parameter_that_nobody_gathers_is_named():
     run_ranks(2, outside)
+
+
+def groups_of_state(world):
+    plan = data_parallel(4, processes=world.size, zero=3)
+    mesh = state_mesh(plan, torch.device("cpu"))
+    return dist.get_backend(mesh.get_group())
+
+
+def test_parts_of_state_travel_over_the_own_backend():
+    assert run_ranks(2, groups_of_state) == ["headway_state"] * 2

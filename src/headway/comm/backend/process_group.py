@@ -259,6 +259,7 @@ ChooseProgram = Callable[[CollectiveTask, tuple[int, ...], int], CollectiveProgr
 Connections = Literal["own", "gloo"]
 
 EXCHANGE_BACKEND = "headway_exchange"
+STATE_BACKEND = "headway_state"
 # Kept per group; an FSDP2 model has two per size of its units.
 _ROLES = 256
 
@@ -297,6 +298,13 @@ def register_exchange_backend(choose: ChooseProgram) -> str:
     """Name of a backend whose new groups ask `choose`; one that the user registered stays."""
     compat.register(partial(HeadwayGroup, choose=choose), EXCHANGE_BACKEND)
     return EXCHANGE_BACKEND
+
+
+def register_state_backend() -> str:
+    """Name of a backend for the groups that keep state in parts; one that the user registered
+    stays."""
+    compat.register(HeadwayGroup, STATE_BACKEND)
+    return STATE_BACKEND
 
 
 @compat.both_names

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from headway.comm.backend.process_group import register_state_backend
 from headway.plans import Plan
 from headway.plans.layer_split import TENSOR
 from headway.plans.plan import SHARD_AXIS
@@ -40,16 +43,45 @@ def grid_axes(grid: TensorGrid) -> dict[str, int]:
     return {f"{TENSOR}_{axis}": size for axis, size in grid.sizes}
 
 
-def state_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
-    """The ranks that shard the state together: one dim, or copies x shards; collective."""
+def state_mesh(plan: Plan, device: torch.device, timeout: timedelta | None = None) -> DeviceMesh:
+    """The ranks that shard the state together: one dim, or copies x shards; collective.
+
+    On CPUs their groups are of the backend "headway": FSDP2 scatters sums and gathers, for which
+    Gloo sends twice as much, or in one direction at a time (`benchmarks/sharded_state.py`).
+
+    Args:
+        timeout: Of a collective; None: the default group's.
+    """
     # Ranks that share a sample shard the state together with the others; in hybrid sharding they
     # are among the copies.
     parts = plan.mesh.degree(SHARD_AXIS)
     lines: dict[int, list[int]] = {}
     for rank in range(plan.ranks):
         lines.setdefault(plan.mesh.coordinate(rank).get(SHARD_AXIS, 0), []).append(rank)
-    if parts == 1:
-        ranks, names = torch.tensor(lines[0], dtype=torch.int), ("data",)
-        return DeviceMesh(device.type, ranks, mesh_dim_names=names)
     grid = torch.tensor([lines[part] for part in range(parts)], dtype=torch.int).T.contiguous()
-    return DeviceMesh(device.type, grid, mesh_dim_names=("data", SHARD_AXIS))
+    names = ("data",) if parts == 1 else ("data", SHARD_AXIS)
+    if parts == 1:
+        grid = grid.reshape(-1)
+    # Another default group (NCCL, a fake one, the user's own "headway") is what the mesh takes.
+    if device.type != "cpu" or dist.get_backend() != "gloo":
+        return DeviceMesh(device.type, grid, mesh_dim_names=names)
+    own = [_own_group(rows, timeout) for rows in _lines_of(grid)]
+    return DeviceMesh.from_group(
+        own if parts > 1 else own[0], device.type, mesh=grid, mesh_dim_names=names
+    )
+
+
+def _lines_of(grid: torch.Tensor) -> list[list[list[int]]]:
+    """For each dim of a grid of ranks the ranks that differ in it alone."""
+    if grid.dim() == 1:
+        return [[grid.tolist()]]
+    return [grid.T.tolist(), grid.tolist()]
+
+
+def _own_group(rows: list[list[int]], timeout: timedelta | None) -> dist.ProcessGroup:
+    """The group of the row that has this rank; all ranks make all of them."""
+    backend, rank = register_state_backend(), dist.get_rank()
+    made: list[dist.ProcessGroup] = [
+        dist.new_group(row, backend=backend, timeout=timeout) for row in rows
+    ]
+    return next(group for group, row in zip(made, rows, strict=True) if rank in row)

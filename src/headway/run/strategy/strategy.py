@@ -17,6 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from functools import partial
 
 from torch import Tensor, nn
@@ -622,7 +623,10 @@ def _sharded(setup: TrainingSetup) -> Strategy:
     # Before FSDP2 replaces the parameters: a whole model is later made of this copy.
     form = meta_copy(model)
     with setup.world.explained("sharding the model's state"):
-        reducer.shard(model, setup.optimizer, state_mesh(plan, setup.world.device))
+        world = setup.world
+        # A process group that the user's program has made keeps its own time-out.
+        timeout = timedelta(seconds=world.timeout_seconds) if world.store is not None else None
+        reducer.shard(model, setup.optimizer, state_mesh(plan, world.device, timeout))
     give_back_freed_memory()
     _fit_optimizer(setup)
     return Strategy(
