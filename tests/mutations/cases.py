@@ -227,6 +227,16 @@ class Wider(nn.Sequential):
         )
 
 
+class TwoWide(nn.Sequential):
+    """Two layers that share a budget."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 32), nn.Tanh(),
+            nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4),
+        )  # fmt: skip
+
+
 def compressed(text: str, **more: Any) -> Recipe:
     exchange = ExchangePlan(compress=text, bucket="20 KiB", **more)
     return tiny(f"compressed-{text.partition(':')[0]}", Wider, exchange=exchange, clip=0.5)
@@ -286,7 +296,7 @@ def mstopk() -> Recipe:
 
 @case()
 def adaptive() -> Recipe:
-    return compressed("adaptive:0.1")
+    return replace(compressed("adaptive:0.1"), model=TwoWide)
 
 
 @case()
@@ -620,7 +630,7 @@ def _lamb(model: nn.Module) -> torch.optim.Optimizer:
 
 @case()
 def lars() -> Recipe:
-    return tiny("lars", optimizer=_lars, scheduler=cosine)
+    return tiny("lars", TwoWide, optimizer=_lars, scheduler=cosine)
 
 
 @case(steps=2)
@@ -631,7 +641,7 @@ def lars_large() -> Recipe:
 
 @case()
 def lamb() -> Recipe:
-    return tiny("lamb", optimizer=_lamb, scheduler=cosine)
+    return tiny("lamb", TwoWide, optimizer=_lamb, scheduler=cosine)
 
 
 @case()

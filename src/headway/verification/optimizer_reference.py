@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from headway.optim import LAMB, LARS
+from headway.errors import NotEqual
+from headway.optim import LAMB, LARS, WarmUp
 
 Update = Callable[[Tensor, Mapping[str, Any], dict[str, Any]], None]
 
@@ -27,6 +28,22 @@ def step_as_published(optimizer: Optimizer) -> Optimizer:
             # Bound, as schedulers want the method that they wrap.
             optimizer.step = MethodType(_step_by(update), optimizer)  # type: ignore[method-assign]
     return optimizer
+
+
+def check_warm_up(scheduler: WarmUp) -> None:
+    """Hold the factors of a gradual warm-up (Goyal et al. 2017, section 2.2) against its line.
+
+    Raises:
+        NotEqual: A factor is another one.
+    """
+    steps, start = scheduler.steps, scheduler.start
+    for step in range(steps + 2):
+        wanted = 1.0 if step >= steps else start + (1 - start) / steps * step
+        if abs(scheduler.factor(step) - wanted) > 1e-12:
+            raise NotEqual(
+                f"the factor of the warm-up is {scheduler.factor(step):g} in place of {wanted:g}",
+                where=f"step {step} of {steps}",
+            )
 
 
 def _step_by(update: Update) -> Callable[[Optimizer], None]:

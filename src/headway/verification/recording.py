@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 from headway.comm.tuning.autotuning import PROFILED_STEPS
 from headway.data import Cursor
+from headway.optim import WarmUp
 from headway.plans import Plan
 from headway.run.recipe.batch_units import resolve_batch
 from headway.run.recipe.factory import load_recipe
 from headway.run.recipe.recipe import Recipe
 from headway.run.step.setup import check_components
 from headway.run.strategy.training_state import TrainingState
-from headway.verification.optimizer_reference import step_as_published
+from headway.verification.optimizer_reference import check_warm_up, step_as_published
 
 KINDS = (
     "loss",
@@ -192,5 +193,7 @@ def build_training_state(
     if reference:
         step_as_published(optimizer)
     scheduler = recipe.scheduler(optimizer) if recipe.scheduler else None
+    if reference and isinstance(scheduler, WarmUp):
+        check_warm_up(scheduler)
     check_components(model, optimizer, scheduler, 1)
     return TrainingState(model, optimizer, scheduler)

@@ -21,13 +21,20 @@ WIDTH = 512
 POSITIONS = (0, 1, 2, 5)
 
 
+class _TwoMasks(nn.Module):
+    """The masks of two dropout layers side by side."""
+
+    def forward(self, data: Tensor) -> Tensor:
+        return torch.cat([nn.functional.dropout(data), nn.functional.dropout(data)], 1)
+
+
 def check_sample_draws(seed: int) -> None:
     """Ask for masks and compare them.
 
     Raises:
         NotEqual: Two masks are equal that must not be, or one differs that must not.
     """
-    layer = nn.Dropout(0.5)
+    layer = _TwoMasks()
     data = torch.ones(len(POSITIONS), WIDTH, dtype=torch.float64)
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -42,6 +49,10 @@ def check_sample_draws(seed: int) -> None:
             found: Tensor = layer(data[: len(positions)]) != 0
             return found
 
+    # Of each sample two masks, one behind the other: those of two layers must differ as well.
+    rows = masks(POSITIONS, 0).view(2 * len(POSITIONS), WIDTH)
+    if any(torch.equal(one, other) for one, other in rows.view(-1, 2, WIDTH).unbind(0)):
+        raise NotEqual("two layers have the same dropout mask")
     first, later = masks(POSITIONS, 0), masks(POSITIONS, 1)
     for one, other in combinations([*first, *later], 2):
         if torch.equal(one, other):
@@ -50,6 +61,6 @@ def check_sample_draws(seed: int) -> None:
         if not torch.equal(masks([position], 0)[0], first[place]):
             raise NotEqual(f"the dropout mask of sample {position} depends on its batch")
     kept = float(torch.cat([first, later]).double().mean())
-    # Six standard deviations of 4096 draws.
+    # More than six standard deviations of 8192 draws.
     if abs(kept - 0.5) > 0.05:
         raise NotEqual(f"dropout of one half keeps {kept:.1%} of the elements")

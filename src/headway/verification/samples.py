@@ -65,11 +65,15 @@ def reference_batches(
         place += count
 
 
+MANY = 16
+"""Samples from which on two orders are equal by chance once in 2e13."""
+
+
 def epoch_order(length: int, seed: int, epoch: int) -> Sequence[int]:
     """Which sample stands at each place of an epoch.
 
     Raises:
-        NotEqual: A sample is left out, or visited twice.
+        NotEqual: A sample is left out, or visited twice; or the next epoch is like this one.
     """
     order = SampleOrder(length, seed).indices(epoch, 0, length)
     missing = np.setdiff1d(np.arange(length), order)
@@ -80,6 +84,12 @@ def epoch_order(length: int, seed: int, epoch: int) -> Sequence[int]:
             if missing.size
             else f"{order.size} places for {length} samples",
         )
+    if length >= MANY and np.array_equal(
+        order, SampleOrder(length, seed).indices(epoch + 1, 0, length)
+    ):
+        raise NotEqual(f"epochs {epoch} and {epoch + 1} visit the samples in the same order")
+    if sample_seeds(seed, epoch, 0, 1) == sample_seeds(seed, epoch + 1, 0, 1):
+        raise NotEqual(f"samples draw the same random numbers in epochs {epoch} and {epoch + 1}")
     found: list[int] = order.tolist()
     return found
 
