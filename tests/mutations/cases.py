@@ -296,7 +296,10 @@ def mstopk() -> Recipe:
 
 @case()
 def adaptive() -> Recipe:
-    return replace(compressed("adaptive:0.1"), model=TwoWide)
+    # One bucket: a budget is shared within it.
+    return replace(
+        compressed("adaptive:0.1"), model=TwoWide, exchange=ExchangePlan(compress="adaptive:0.1")
+    )
 
 
 @case()

@@ -284,7 +284,8 @@ def test_a_forward_pass_meets_updates_under_way(tmp_path, plant):
     job = job_of(ExchangePlan(priority=True), 2, tmp_path)
     target, serial = tmp_path / "split.safetensors", tmp_path / "serial.safetensors"
     if plant is not None:
-        with pytest.raises(RanksFailed, match="different numbers in parameter 0"):
+        # Which parameter is read too early first depends on the moment.
+        with pytest.raises(RanksFailed, match="different numbers in parameter"):
             run_ranks(2, recorded, job, target, plant)
         return
     run_ranks(2, recorded, job, target, plant)

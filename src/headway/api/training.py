@@ -37,8 +37,7 @@ from headway.launch.forkserver import start_forkserver
 from headway.launch.restart_policy import RESTARTS
 from headway.plans import Plan, data_parallel_groups, pipelined
 from headway.plans.plan import check_device, check_executable
-from headway.run.distributed.heartbeat import HEARTBEAT_TIMEOUT_SECONDS
-from headway.run.distributed.launch_env import LaunchEnv
+from headway.run.distributed.launch_env import HEARTBEAT_TIMEOUT_SECONDS, LaunchEnv
 from headway.run.recipe.batch_units import resolve_batch
 from headway.run.recipe.check import check_recipe
 from headway.run.recipe.schema import RecipeDocument, RecipeReference

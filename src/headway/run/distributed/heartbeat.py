@@ -35,7 +35,7 @@ from headway.channel.job_secret import job_secret, sign
 from headway.errors import HeadwayError, PeerLost, Stalled
 from headway.run.distributed.failure_record import mark_as_job_error, name_ranks
 from headway.run.distributed.heartbeat_message import LineError, SignedLines, clip, number, seconds
-from headway.run.distributed.launch_env import LaunchEnv
+from headway.run.distributed.launch_env import HEARTBEAT_TIMEOUT_SECONDS, LaunchEnv
 
 _CHUNK = 65536
 # Offsets of tcpi_unacked and tcpi_retransmits in Linux's struct tcp_info (linux/tcp.h).
@@ -389,7 +389,6 @@ def _known(peer: HeartbeatConnection) -> ProcessIdentity:
     return peer.identity
 
 
-HEARTBEAT_TIMEOUT_SECONDS = 5.0
 _BEAT_SECONDS = 1.0
 _TICK_SECONDS = 0.25
 _STOOD_STILL_SECONDS = 2.0

@@ -17,6 +17,9 @@ from pathlib import Path
 
 from headway.errors import HeadwayError, UsageError
 
+HEARTBEAT_TIMEOUT_SECONDS = 5.0
+"""After so long without a heartbeat a rank counts as lost, where nobody says how long."""
+
 LOOPBACK = "127.0.0.1"
 ATTEMPT = "HEADWAY_ATTEMPT"
 NODE = "HEADWAY_NODE"

@@ -43,14 +43,13 @@ from headway.run.distributed.failure_record import (
     summarize_exception,
 )
 from headway.run.distributed.heartbeat import (
-    HEARTBEAT_TIMEOUT_SECONDS,
     Heartbeat,
     HeartbeatListener,
     ProcessIdentity,
     RankFailure,
     connect_heartbeat,
 )
-from headway.run.distributed.launch_env import LaunchEnv
+from headway.run.distributed.launch_env import HEARTBEAT_TIMEOUT_SECONDS, LaunchEnv
 from headway.run.distributed.rendezvous import join_rendezvous, listen
 
 
