@@ -175,7 +175,9 @@ def verify(
         from headway.verification.recording import VerifyJob
     given = Path(plan) if isinstance(plan, str) else plan
     job = VerifyJob(recipe=reference, overrides=overrides, steps=steps, plan=given)
-    result = VerificationResult(_verify_split_runs(job, counts, microbatches, whole, on_run), steps)
+    runs = _verify_split_runs(job, counts, microbatches, whole, on_run)
+    made = (difference.step for run in runs for difference in run.comparison.differences)
+    result = VerificationResult(runs, max(made, default=steps))
     if directory is not None:
         text = json.dumps(verdict_data(result), indent=2)
         (Path(directory) / "verification.json").write_text(text + "\n")

@@ -81,7 +81,7 @@ def verify(
     # After the output, because it raises where the verdict does not hold.
     result.check()
     if not json:
-        say(_verdict_line(result.runs, steps))
+        say(_verdict_line(result.runs, result.steps))
     return 0
 
 
