@@ -205,7 +205,7 @@ class _RecordedRun:
         return losses
 
     def _watch(self, step: int) -> None:
-        exchange = run_exchange(self.run)
+        exchange = self.run.strategy.exchange
         if exchange is None:
             return
         if step == REARRANGED_AFTER + 1:
@@ -215,7 +215,7 @@ class _RecordedRun:
             exchange.observe(self._observer)
 
     def _description(self) -> ExchangePlan:
-        exchange = run_exchange(self.run)
+        exchange = self.run.strategy.exchange
         assert exchange is not None
         return exchange.description
 
@@ -249,11 +249,6 @@ class _RecordedRun:
         part = self._plan.exchange.part(name.partition(" at ")[0])
         groups = part.ranks if part and part.ranks else ()
         return next((group for group in groups if rank in group), ())
-
-
-def run_exchange(run: Executor) -> AdaptiveExchange | None:
-    """The exchange of buckets, where a run has one."""
-    return run.strategy.exchange
 
 
 def _rearrange(exchange: AdaptiveExchange) -> None:

@@ -15,6 +15,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 
 import numpy as np
@@ -34,6 +35,8 @@ from headway.collective.compression import (
 from headway.verification.exchange_recording import RecordedBucket
 
 Row = NDArray[np.float64]
+Choose = Callable[[Row, int, Row], NDArray[np.bool_]]
+"""From u, how many of it are sent, and what the run has kept: which are sent."""
 State = Mapping[str, Tensor]
 
 INT8_TABLE = 2**16
@@ -234,24 +237,13 @@ def largest(u: Row, count: int, kept: Row) -> NDArray[np.bool_]:
     return above
 
 
-def _topk(inputs: BucketInputs) -> ExpectedExchange:
+def _selected(choose: Choose, inputs: BucketInputs) -> ExpectedExchange:
+    """Of each layer and rank the elements that `choose` gives."""
     density = parse_compression(inputs.bucket.compress).amount
 
     def sent(_: str, us: Sequence[Row], kept: Sequence[Row]) -> list[Row]:
         count = kept_elements(us[0].size, density)
-        return [np.where(largest(u, count, left), u, 0.0) for u, left in zip(us, kept, strict=True)]
-
-    return _by_layer(inputs, sent)
-
-
-def _mstopk(inputs: BucketInputs) -> ExpectedExchange:
-    density = parse_compression(inputs.bucket.compress).amount
-
-    def sent(_: str, us: Sequence[Row], kept: Sequence[Row]) -> list[Row]:
-        count = kept_elements(us[0].size, density)
-        return [
-            np.where(bisected(u, count, left), u, 0.0) for u, left in zip(us, kept, strict=True)
-        ]
+        return [np.where(choose(u, count, left), u, 0.0) for u, left in zip(us, kept, strict=True)]
 
     return _by_layer(inputs, sent)
 
@@ -535,8 +527,8 @@ def _combined(a: Row, b: Row, layers: Sequence[slice]) -> Row:
 _COMPRESSORS: Mapping[str, Callable[[BucketInputs], ExpectedExchange]] = {
     "int8": _int8,
     "sign": _sign,
-    "topk": _topk,
-    "mstopk": _mstopk,
+    "topk": partial(_selected, largest),
+    "mstopk": partial(_selected, bisected),
     "adaptive": _adaptive,
     "randomk": _randomk,
     "powersgd": _powersgd,

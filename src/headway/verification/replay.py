@@ -72,8 +72,8 @@ class _Notes:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     bounds: dict[str, Tensor] = field(default_factory=dict)
 
-    def put(self, key: str, value: Tensor | Row | float, bound: Row | None = None) -> None:
-        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
+    def put(self, key: str, value: Tensor | Row, bound: Row | None = None) -> None:
+        tensor = value if isinstance(value, Tensor) else torch.from_numpy(value)
         self.tensors[key] = tensor.detach().clone().contiguous()
         if bound is not None:
             self.bounds[key] = torch.from_numpy(bound.copy())
@@ -98,8 +98,8 @@ class _Replay:
         self.expected, self.given = _Notes(), _Notes()
         self._updates = plan.exchange.values == "updates"
         # Ranks that hold a part of the model, or of a sample, have no gradients of a whole one.
-        self._whole = not plan.split.tensor and plan.mesh.degree(SPACE) == 1
-        count = plan.ranks if self._whole else 1
+        self._replicated = not plan.split.tensor and plan.mesh.degree(SPACE) == 1
+        count = plan.ranks if self._replicated else 1
         self._replicas = [
             build_training_state(recipe, to_float64(build_model(recipe)), reference=True)
             for _ in range(count)
@@ -127,7 +127,7 @@ class _Replay:
     def _step(self, step: int, shares: Sequence[RankBatch], draws: RandomDraws) -> None:
         samples = shares[0].samples
         micros = [[(micro, share.start) for micro in share.micros] for share in shares]
-        if self._whole:
+        if self._replicated:
             found = [
                 gradients_of(self._recipe, replica.model, draws, own, samples)
                 for replica, own in zip(self._replicas, micros, strict=True)
@@ -146,7 +146,7 @@ class _Replay:
             self._adopt(starts)
         else:
             # What a split model has recorded is whole, and scaled already.
-            self._update(step, scale if self._whole else 1.0)
+            self._update(step, scale if self._replicated else 1.0)
         for replica in self._replicas:
             if replica.scheduler is not None:
                 replica.scheduler.step()
@@ -213,14 +213,14 @@ class _Replay:
             for rank in bucket.ranks:
                 self._check_once(step, bucket, rank, seen[rank])
             outs = self._bucket(bucket, samples, own)
-            if self._whole:
+            if self._replicated:
                 for rank, out in zip(bucket.ranks, outs, strict=True):
                     sums[rank] |= {n: r for n, r in _rows(bucket, out) if n in used}
         self._states = [
             {**before, **_state_of(exchange, step)}
             for before, exchange in zip(self._states, self._exchanges, strict=True)
         ]
-        if self._whole:
+        if self._replicated:
             for replica, found in zip(self._replicas, sums, strict=True):
                 for name, parameter in replica.model.named_parameters():
                     row = found.get(name)
@@ -268,7 +268,7 @@ class _Replay:
                     f"rank {rank} did not exchange bucket {bucket.number} ({bucket.names[0]} ...)",
                     where=f"step {bucket.step}",
                 )
-        if self._whole:
+        if self._replicated:
             self._compare_shares(bucket, samples, own)
         inputs = BucketInputs(
             bucket=bucket,
