@@ -15,11 +15,11 @@ from headway.comm.algorithms.adasum import (
     Adasum,
     Float64Workspace,
     adasum_coefficients,
-    adasum_tree,
     dot_and_norms,
 )
 from headway.comm.algorithms.method import FusedBuffer, GradientSlice, complete
 from headway.comm.lanes.routes import make_route
+from support.adasum_tree import adasum_tree
 from support.ranks import ranks, run_ranks
 
 SIZES = (130, 1, 0, 700, 3, 166)
