@@ -31,7 +31,7 @@ from headway.verification.recording import CROSSING_STEPS, Recording, VerifyJob
 from headway.verification.reference import record_serial
 from headway.verification.replay import record_replay, replay_files
 from support.commands import headway_here
-from support.ranks import RanksFailed, run_ranks
+from support.ranks import run_ranks
 from support.recipes import wide
 from support.sampling import sampled
 
@@ -283,14 +283,12 @@ def test_a_forward_pass_meets_updates_under_way(tmp_path, plant):
     """With priority nothing is awaited for the recording."""
     job = job_of(ExchangePlan(priority=True), 2, tmp_path)
     target, serial = tmp_path / "split.safetensors", tmp_path / "serial.safetensors"
-    if plant is not None:
-        # Which parameter is read too early first depends on the moment.
-        with pytest.raises(RanksFailed, match="different numbers in parameter"):
-            run_ranks(2, recorded, job, target, plant)
-        return
     run_ranks(2, recorded, job, target, plant)
     record_serial(LaunchEnv(), job, serial)
     comparison = compare(Recording.load(serial), Recording.load(target))
+    if plant is not None:
+        assert not comparison.equal
+        return  # which parameter is read too early first depends on the moment
     assert comparison.equal, told(comparison)
     assert max(difference.step for difference in comparison.differences) == CROSSING_STEPS
 

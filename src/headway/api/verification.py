@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from headway.api.inputs import PlanInput, RecipeInput, resolve_plan, sendable_recipe
-from headway.errors import NotEqual, UsageError
+from headway.errors import HeadwayError, NotEqual, UsageError
 from headway.launch.forkserver import gc_paused, start_forkserver
 from headway.launch.preflight import check_processes
 from headway.run.recipe.check import check_recipe
@@ -44,6 +44,7 @@ class EquivalenceResult:
             delayed updates; of an inexact exchange that of the same plan with nothing compressed.
         replay: Of an inexact exchange: the run with what one process makes of it with the same
             compressor.
+        failure: The error that has ended the run after the first difference.
         whole: With `whole`: what training runs leave behind ("trained", "resumed", "resumed with 1
             process") with the serial run.
     """
@@ -53,6 +54,7 @@ class EquivalenceResult:
     seconds: float
     replay: Comparison | None = None
     delayed: bool = False
+    failure: HeadwayError | None = None
     whole: Mapping[str, Comparison] = field(default_factory=dict)
 
     @property
@@ -207,18 +209,37 @@ def _verify_split_runs(
                 reference = Recording.load(serial)
             target = Path(folder) / f"split-{count}.safetensors"
             start = perf_counter()
-            _start(record_split, job, target, count)
+            failure = _recorded_until_failure(record_split, job, target, count)
             delayed = cut_file(target).exists()
             expected = _delayed_reference(job, target, count) if delayed else reference
             comparison = compare(expected, Recording.load(target))
             inexact = inexact_file(target)
-            replay = _replayed(job, inexact, count) if inexact.exists() else None
-            ends = _whole_runs(job, count, pieces) if whole and not delayed else {}
+            try:
+                replay = _replayed(job, inexact, count) if inexact.exists() else None
+            except HeadwayError as error:
+                raise failure or error from None
+            if failure is not None and comparison.equal and not _differs(replay):
+                raise failure  # what was recorded before does not explain it
+            ends = _whole_runs(job, count, pieces) if whole and not delayed and not failure else {}
             seconds = perf_counter() - start
-            verdicts.append(EquivalenceResult(count, comparison, seconds, replay, delayed, ends))
+            verdict = EquivalenceResult(count, comparison, seconds, replay, delayed, failure, ends)
+            verdicts.append(verdict)
             if on_run is not None:
-                on_run(verdicts[-1])
+                on_run(verdict)
     return tuple(verdicts)
+
+
+def _recorded_until_failure(
+    entry: Callable[..., None], job: VerifyJob, target: Path, processes: int
+) -> HeadwayError | None:
+    """The error that has ended a run of which something was recorded."""
+    try:
+        _start(entry, job, target, processes)
+    except HeadwayError as error:
+        if isinstance(error, NotEqual) or not target.exists():
+            raise
+        return error
+    return None
 
 
 def _whole_runs(job: VerifyJob, processes: int, pieces: bool) -> dict[str, Comparison]:
@@ -347,6 +368,10 @@ def _not_whole(verdict: EquivalenceResult) -> NotEqual:
     )
 
 
+def _then(verdict: EquivalenceResult) -> str:
+    return f"\n  The run then ended: {verdict.failure.what}" if verdict.failure else ""
+
+
 def _broken(verdict: EquivalenceResult) -> NotEqual:
     assert verdict.replay is not None
     broken = [str(one) for one in verdict.replay.wrong]
@@ -355,7 +380,7 @@ def _broken(verdict: EquivalenceResult) -> NotEqual:
         f"{broken[0]}",
         where=f"{verdict.processes} processes",
         why=f"{len(broken)} of {len(verdict.replay.differences)} values differ, in the order of "
-        "execution:\n  " + "\n  ".join(broken[:5]),
+        "execution:\n  " + "\n  ".join(broken[:5]) + _then(verdict),
         fix="This is a mistake of headway; please report it with the plan.",
     )
 
@@ -371,7 +396,9 @@ def _not_equal(wrong: list[EquivalenceResult], steps: int) -> NotEqual:
         f"the split run is NOT {what}; first difference: {first}",
         where=f"{wrong[0].processes} processes",
         why=f"{len(others)} tensors differ by more than {wrong[0].comparison.tolerance:.0e} in "
-        f"{steps} steps, in the order of execution:\n  " + "\n  ".join(others[:5]),
+        f"{steps} steps, in the order of execution:\n  "
+        + "\n  ".join(others[:5])
+        + _then(wrong[0]),
         fix="A loss that is not a mean over samples, batch statistics, or random numbers from "
         "outside torch depend on the split; see docs/verification.md.",
     )

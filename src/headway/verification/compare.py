@@ -85,11 +85,19 @@ def compare(serial: Recording, split: Recording, *, tolerance: float = TOLERANCE
     scales = _scales(serial)
     slack = _slack(serial, split, scales)
     # A tensor that only the split run has is a difference, too.
-    extra = [key for key in split.order if key not in serial.tensors]
-    order = sorted([*serial.order, *extra], key=_rank_of)
+    extra = [key for key in [*split.order, *split.apart] if key not in serial.tensors]
+    order = sorted([*_made(serial, split), *dict.fromkeys(extra)], key=_rank_of)
     return Comparison(
         tuple(_one(key, serial, split, scales, slack.get(key)) for key in order), tolerance
     )
+
+
+def _made(serial: Recording, split: Recording) -> list[str]:
+    """What the split run had to make: until it ended, if it has."""
+    if not split.ended:
+        return list(serial.order)
+    last = max(map(_rank_of, split.order), default=(0, 0))
+    return [key for key in serial.order if _rank_of(key) <= last]
 
 
 def _rank_of(key: str) -> tuple[int, int]:
@@ -106,6 +114,8 @@ def _one(
 ) -> Difference:
     step, kind, name = key.split("/", 2)
     a, b = serial.tensors.get(key), split.tensors.get(key)
+    if key in split.apart:
+        return Difference(int(step), kind, name, float("inf"), split.apart[key])
     if a is None or b is None:
         who = "split" if b is None else "serial"
         return Difference(int(step), kind, name, float("inf"), f"the {who} run has none")

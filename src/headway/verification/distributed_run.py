@@ -3,7 +3,8 @@
 The steps are those of training. Where updates cross the border of a step (priority), nothing waits
 for them: each is copied as it is made, and held back for a moment before, so that a forward pass
 that does not wait meets the old values. After each step the ranks compare checksums of what they
-hold: ranks that drift apart are a difference even where rank 0 is right.
+hold: ranks that drift apart are a difference even where rank 0 is right. Where a run ends in an
+error, what it has done before is recorded, and shows the tensor that was wrong first.
 
 A plan whose exchange is inexact runs twice: with nothing compressed, to be equal to the serial run,
 and as it is, with what goes into and comes out of the buckets of every rank (`replay` compares it).
@@ -21,7 +22,7 @@ from torch import Tensor
 from headway.comm.lanes.buckets import Bucket
 from headway.comm.tuning.autotuning import AdaptiveExchange, BucketArrangement
 from headway.data import as_source
-from headway.errors import NotEqual
+from headway.errors import Diverged
 from headway.optim import parallel_norms
 from headway.optim.layerwise import Layerwise
 from headway.plans import ExchangePlan, Plan, data_parallel
@@ -44,11 +45,7 @@ REARRANGED_AFTER = 1
 
 
 def record_split(place: LaunchEnv, job: VerifyJob, target: Path) -> None:
-    """Run the recipe by its plan in float64; rank 0 saves the recording to `target`.
-
-    Raises:
-        NotEqual: Two ranks hold different parameters after a step.
-    """
+    """Run the recipe by its plan in float64; rank 0 saves the recording to `target`."""
     with World.join(place, device="cpu", timeout_seconds=job.timeout_seconds) as world:
         record_in_world(world, job, target)
 
@@ -153,6 +150,7 @@ class _RecordedRun:
             world=world,
         )
         self._recorder = Recorder(trained)
+        self._apart: dict[str, str] = {}
         self._crossing: _CrossingSteps | None = None
         if plan.exchange.priority and recipe.clip is None and world.ranks > 1:
             self._crossing = _CrossingSteps(trained)
@@ -167,25 +165,32 @@ class _RecordedRun:
             self.run.call_before("clip", self._before_clip)
 
     def save(self, target: Path) -> None:
-        """Make the steps; rank 0 writes the recording, every rank its exchange."""
-        losses = self._make_steps()
-        if self._crossing is not None:
-            self.run.flush()
-            for step, loss in losses.items():
-                numbers = self._crossing.of(step)
-                self._recorder.take(step, loss, numbers)
-                self._same_everywhere(step, numbers["parameter"])
-        # Not `run.close`, which would gather the model and leave the caller's world.
-        self.run.strategy.close()
+        """Make the steps; rank 0 writes the recording, every rank its exchange.
+
+        What was recorded before an error is written as well.
+        """
+        ended = True
+        try:
+            losses = self._make_steps()
+            if self._crossing is not None:
+                self.run.flush()
+                self._take_crossing(losses)
+            # Not `run.close`, which would gather the model and leave the caller's world.
+            self.run.strategy.close()
+            ended = bool(self._apart)
+        finally:
+            self._write(target, ended)
+
+    def _write(self, target: Path, ended: bool) -> None:
         if self._observer is not None and not self._plan.exchange.exact:
             self._observer.recording().save(exchange_file(target, self._world.rank))
         if self._world.rank == 0:
-            self._recorder.recording().save(target)
+            self._recorder.recording(apart=self._apart, ended=ended).save(target)
             if not self._plan.flushes and self.run.pipeline and self.run.pipeline.stages:
                 save_cut(self.run.pipeline.stages, target)
 
     def _make_steps(self) -> dict[int, float]:
-        """The loss of each step."""
+        """The loss of each step, until the ranks are apart."""
         run, recipe, job = self.run, self._recipe, self._job
         source = as_source(recipe.data())
         cursor = job.start(recipe, len(source))
@@ -195,14 +200,37 @@ class _RecordedRun:
             for step, batch in zip(range(1, job.count(recipe) + 1), loader, strict=False):
                 run.cut(batch)  # split layers have no exchange before
                 self._watch(step)
-                losses[step] = run.step(batch)
+                try:
+                    losses[step] = run.step(batch)
+                except Diverged:
+                    self._take_unfinished(step, losses)
+                    raise
                 if self._crossing is not None:
                     self._crossing.note_rest(step)
                     continue
                 self._recorder.take(step, losses[step], run.strategy.tensors_by_kind())
                 held = run.strategy.parameters
-                self._same_everywhere(step, held.named, held.away)
+                if not self._same_everywhere(step, held.named, held.away):
+                    break
         return losses
+
+    def _take_crossing(self, losses: Mapping[int, float]) -> None:
+        """With priority: all steps of which all updates have been made."""
+        assert self._crossing is not None
+        for step, loss in losses.items():
+            numbers = self._crossing.of(step)
+            self._recorder.take(step, loss, numbers)
+            if not self._same_everywhere(step, numbers["parameter"]):
+                break
+
+    def _take_unfinished(self, step: int, losses: Mapping[int, float]) -> None:
+        """What there is of a step whose loss or norm is not finite: its update was not made."""
+        numbers: Mapping[str, Mapping[str, Tensor]] = {}
+        if self._crossing is not None:
+            self._take_crossing(losses)
+        else:
+            numbers = {"gradient": self.run.strategy.tensors_by_kind()["gradient"]}
+        self._recorder.take(step, self.run.record.loss, numbers)
 
     def _watch(self, step: int) -> None:
         exchange = self.run.strategy.exchange
@@ -224,29 +252,44 @@ class _RecordedRun:
 
     def _same_everywhere(
         self, step: int, named: Mapping[str, Tensor], away: frozenset[Tensor] = frozenset()
-    ) -> None:
-        """Ranks that hold a parameter, and exchange it with each other, hold the same numbers."""
-        world = self._world
-        if world.ranks == 1:
-            return
-        own = replica_sync.checksums(named, away)
-        everywhere: list[dict[str, int]] = [{}] * world.ranks
-        dist.all_gather_object(everywhere, own)
+    ) -> bool:
+        """Whether ranks that hold a parameter, and exchange it, hold the same numbers; collective.
+
+        If not, the tensors that differ are noted: also gradients, of which parameters are made.
+        """
+        if self._world.ranks == 1:
+            return True
+        parameters = self._apart_in(replica_sync.checksums(named, away))
+        for name, ranks in parameters.items():
+            self._apart[f"{step}/parameter/{name.partition(' at ')[0]}"] = ranks
+        plan = self._plan
+        if plan.exchange.values == "updates" or plan.memory.zero or plan.split.tensor:
+            return not parameters  # a rank has gradients of its own, or of its part
+        if parameters:
+            for kind in ("unclipped", "gradient"):
+                found = self._recorder.of_kind(step, kind)
+                sums = {f"{n}/{t.shape}": replica_sync.checksum(t) for n, t in found.items()}
+                for name, ranks in self._apart_in(sums).items():
+                    self._apart[f"{step}/{kind}/{name.rpartition('/')[0]}"] = ranks
+        return not parameters
+
+    def _apart_in(self, sums: Mapping[str, int]) -> dict[str, str]:
+        """Of which tensors the checksums of two ranks differ, and of which ranks; collective."""
+        everywhere: list[Mapping[str, int]] = [{}] * self._world.ranks
+        dist.all_gather_object(everywhere, sums)
         first: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
-        for rank, sums in enumerate(everywhere):
-            for name, found in sums.items():
+        apart: dict[str, str] = {}
+        for rank, known in enumerate(everywhere):
+            for name, found in known.items():
                 group = self._group(name, rank)
                 holder, expected = first.setdefault((name, group), (rank, found))
                 if found != expected:
-                    raise NotEqual(
-                        f"the ranks hold different numbers in parameter {name}",
-                        where=f"step {step}, {world.ranks} processes",
-                        why=f"Checksums of ranks {holder} and {rank} differ.",
-                    )
+                    apart.setdefault(name, f"ranks {holder} and {rank} hold different numbers")
+        return apart
 
     def _group(self, name: str, rank: int) -> tuple[int, ...]:
         """The node group in which a parameter is combined; empty: all ranks."""
-        part = self._plan.exchange.part(name.partition(" at ")[0])
+        part = self._plan.exchange.part(name.partition(" at ")[0].partition("/")[0])
         groups = part.ranks if part and part.ranks else ()
         return next((group for group in groups if rank in group), ())
 

@@ -94,26 +94,38 @@ class Recording:
 
     Attributes:
         bounds: By how much the elements of a tensor may be off beyond rounding in float64.
+        apart: Key of a tensor that ranks hold with different numbers -> which ranks.
+        ended: The run ended in its last recorded step, by an error or because ranks are apart: what
+            it has not made is no difference.
     """
 
     tensors: Mapping[str, Tensor]
     order: tuple[str, ...]
     bounds: Mapping[str, Tensor] = field(default_factory=dict)
+    apart: Mapping[str, str] = field(default_factory=dict)
+    ended: bool = False
+
+    @property
+    def complete_steps(self) -> int:
+        """How many steps were made up to their update."""
+        steps = (key.split("/", 2) for key in self.order)
+        return max((int(step) for step, kind, _ in steps if kind == "parameter"), default=0)
 
     def save(self, path: Path) -> None:
         # safetensors refuses tensors that are not contiguous.
         clones = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
         clones |= {f"{_BOUND}{name}": bound for name, bound in self.bounds.items()}
-        save_file(clones, path, metadata={"order": json.dumps(self.order)})
+        facts = {"order": self.order, "apart": dict(self.apart), "ended": self.ended}
+        save_file(clones, path, metadata={key: json.dumps(fact) for key, fact in facts.items()})
 
     @staticmethod
     def load(path: Path) -> Recording:
         with safe_open(path, framework="pt") as file:
-            order = json.loads(file.metadata()["order"])
+            facts = {key: json.loads(text) for key, text in file.metadata().items()}
             every = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         bounds = {n.removeprefix(_BOUND): t for n, t in every.items() if n.startswith(_BOUND)}
         tensors = {name: tensor for name, tensor in every.items() if not name.startswith(_BOUND)}
-        return Recording(tensors, tuple(order), bounds)
+        return Recording(tensors, tuple(facts["order"]), bounds, facts["apart"], facts["ended"])
 
 
 _BOUND = "bound of "
@@ -138,6 +150,12 @@ class Recorder:
     def _note(self, name: str, _: Tensor) -> None:
         """Backward has made a gradient."""
         self._gradients.append(name)
+
+    def of_kind(self, step: int, kind: str) -> dict[str, Tensor]:
+        """What has been recorded of a step, by name, in the order of execution."""
+        start = f"{step}/{kind}/"
+        keys = [key for key in self._made if key.startswith(start)]
+        return {key.removeprefix(start): self._tensors[key] for key in keys}
 
     def before_clip(self, numbers: Mapping[str, Mapping[str, Tensor]]) -> None:
         """The gradients of this step before their norm is limited."""
@@ -177,8 +195,10 @@ class Recorder:
         )
         self._made.append(key)
 
-    def recording(self) -> Recording:
-        return Recording(self._tensors, tuple(self._made))
+    def recording(
+        self, *, apart: Mapping[str, str] | None = None, ended: bool = False
+    ) -> Recording:
+        return Recording(self._tensors, tuple(self._made), apart=apart or {}, ended=ended)
 
 
 def build_training_state(

@@ -14,12 +14,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from math import isfinite
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from headway.data import Cursor, MicroBatch, RankBatch, as_source
+from headway.errors import Diverged
 from headway.parallel.stages import ModelStages
 from headway.plans import BatchSplit
 from headway.run.distributed.launch_env import LaunchEnv
@@ -82,6 +84,12 @@ def _record(
             if sites.forward:
                 check_sample_draws(recipe.seed)
         loss = make_step(trained, sites, batches, recorder)
+        if not isfinite(loss):
+            raise Diverged(
+                f"the loss is {loss}",
+                where=f"step {step} of the serial run",
+                fix="Lower the learning rate, or check this batch's data.",
+            )
         if trained.scheduler is not None:
             trained.scheduler.step()
         recorder.take(step, loss, trained.tensors_by_kind())
