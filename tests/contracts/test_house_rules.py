@@ -88,6 +88,27 @@ def module_state(tree):
     return found
 
 
+MAKES_GROUPS = {"new_group", "init_process_group", "init_device_mesh", "DeviceMesh"}
+
+
+def leaves_groups_listening(tree):
+    """Lines that make a group of torch's whose socket goes on listening to strangers."""
+    safe = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.With)
+        and any("deaf_afterwards" in ast.unparse(item) for item in node.items)
+        for inner in ast.walk(node)
+    }
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).split(".")[-1] in MAKES_GROUPS
+        and id(node) not in safe
+    ]
+
+
 @cache
 def parsed(path):
     """Once for all rules; they only read."""
@@ -112,6 +133,7 @@ def test_the_environment_is_read_in_one_place():
             "launch/",
             "comm/backend/torch_compat.py",
             "channel/job_secret.py",
+            "channel/gloo_listeners.py",
         )
         == []
     )
@@ -129,9 +151,15 @@ def test_no_module_holds_state():
     assert broken(module_state, "\0") == []
 
 
+def test_no_group_goes_on_listening():
+    """Those of `_own_group` are of the backend "headway", which sees to it itself."""
+    assert broken(leaves_groups_listening, "run/distributed/device_mesh.py") == []
+
+
 @pytest.mark.parametrize(
     ("rule", "source"),
     [
+        (leaves_groups_listening, "def f():\n    return dist.new_group([0])"),
         (reads_environment, "import os\nos.environ['A']"),
         (reads_environment, "import os\nos.getenv('A')"),
         (reads_environment, "from os import path, environ"),
@@ -157,6 +185,7 @@ def test_each_rule_catches_what_it_forbids(rule, source):
     [
         (reads_environment, "import os\nos.path.exists('environ')"),
         (prints_or_exits, "console.print(1)"),
+        (leaves_groups_listening, "with deaf_afterwards():\n    a = dist.new_group([0])"),
         (
             swallows_import_errors,
             "try:\n    import a\nexcept ImportError:\n    raise X",

@@ -29,7 +29,15 @@ def test_a_listing_shows_what_listens_and_where():
 
 @pytest.mark.parametrize("backend", ["gloo", "headway"])
 def test_a_job_on_one_machine_listens_on_the_loopback_only(backend):
-    """The launcher and all ranks, while they exchange: IPv4 and IPv6."""
-    seen = launch_local(entries.ports, (os.getpid(), backend), processes=2, preload=PRELOAD).results
+    """The launcher and all ranks, while they exchange: IPv4 and IPv6.
+
+    Gloo's sockets hear nobody any more: a thousand callers would make Gloo abort.
+    """
+    results = launch_local(
+        entries.ports, (os.getpid(), backend), processes=2, preload=PRELOAD
+    ).results
+    seen = [found for found, _ in results]
     assert any(seen), "nothing listens: the listing is wrong"
     assert [beyond_the_loopback(found) for found in seen] == [set(), set()]
+    # The heartbeat of rank 0, which asks for the secret.
+    assert [len(heard) for _, heard in results] == [1, 0]

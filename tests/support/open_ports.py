@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import select
+import socket
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -73,4 +76,27 @@ def listening_anywhere(pid: int) -> set[tuple[str, int]]:
     for one in descendants(pid):
         with suppress(OSError):
             found |= listening([one])
+    return found
+
+
+def answering(places: Iterable[tuple[str, int]], seconds: float = 0.3) -> set[tuple[str, int]]:
+    """Those of `listening` that take a connection."""
+    calls = {}
+    poll = select.poll()
+    for place in places:
+        link = socket.socket(socket.AF_INET6 if ":" in place[0] else socket.AF_INET)
+        link.setblocking(False)
+        link.connect_ex(place)
+        poll.register(link, select.POLLOUT)
+        calls[link.fileno()] = place, link
+    found = set()
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        for number, _ in poll.poll(1000 * left):
+            place, link = calls[number]
+            poll.unregister(number)
+            if not link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                found.add(place)
+    for _, link in calls.values():
+        link.close()
     return found

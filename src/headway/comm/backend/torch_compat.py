@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
 
+from headway.channel.gloo_listeners import deaf_afterwards
 from headway.comm.backend.connection import (
     ConnectionMessages,
     connect_peers,
@@ -91,6 +92,15 @@ def register(make: Callable[[GroupInfo], dist.ProcessGroup], name: str = NAME) -
 
 def make_gloo(info: GroupInfo, interfaces: Sequence[str]) -> Any:
     """The Gloo group inside of one of ours; without interfaces on those that Gloo finds itself."""
+    with deaf_afterwards():
+        gloo = _gloo(info, interfaces)
+    # torch 2.14 counts from zero on all ranks by itself.
+    if torch.__version__ < "2.14":
+        gloo._set_sequence_number_for_group()
+    return gloo
+
+
+def _gloo(info: GroupInfo, interfaces: Sequence[str]) -> Any:
     store = PrefixStore("gloo/", info.store)
     kind: Any = dist.ProcessGroupGloo
     if interfaces:
@@ -99,13 +109,8 @@ def make_gloo(info: GroupInfo, interfaces: Sequence[str]) -> Any:
         # Gloo's default is two threads for its one device.
         chosen._threads = 2 * len(interfaces)
         chosen._timeout = info.timeout
-        gloo = kind(store, info.rank, info.size, chosen)
-    else:
-        gloo = kind(store, info.rank, info.size, timeout=info.timeout)
-    # torch 2.14 counts from zero on all ranks by itself.
-    if torch.__version__ < "2.14":
-        gloo._set_sequence_number_for_group()
-    return gloo
+        return kind(store, info.rank, info.size, chosen)
+    return kind(store, info.rank, info.size, timeout=info.timeout)
 
 
 def named_interfaces() -> list[str]:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from headway.channel.gloo_listeners import deaf_afterwards
 from headway.collective.compression import (
     UNCOMPRESSED,
     Compression,
@@ -682,7 +683,8 @@ def _slowdown(compression: Compression, route: Route, device: torch.device) -> f
 
 def _single_rank_route(device: torch.device) -> Route:
     rank = dist.get_rank()
-    group = dist.new_group([rank], use_local_synchronization=True)
+    with deaf_afterwards():
+        group = dist.new_group([rank], use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return Route((rank,), rank, group, Nodes(((rank,),)))
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from headway.channel.gloo_listeners import deaf_afterwards
 from headway.collective.collective_calls import CallKind, CallListener, ignore_call
 from headway.errors import UsageError
 from headway.plans.tensor_layout import TensorGrid
@@ -100,7 +101,8 @@ class ProcessGrid:
                     fix="Give the part of your device mesh that splits layers.",
                 )
             names = tuple(f"tensor_{axis}" for axis in plan.axes)
-            mesh = init_device_mesh(device, sizes, mesh_dim_names=names)
+            with deaf_afterwards():
+                mesh = init_device_mesh(device, sizes, mesh_dim_names=names)
         if tuple(mesh.shape) != sizes:
             raise UsageError(
                 f"a mesh of {tuple(mesh.shape)} is no tensor grid of {sizes}",

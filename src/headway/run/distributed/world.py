@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from headway.channel.gloo_listeners import deaf_afterwards
 from headway.comm.exchange_errors import is_exchange_error, is_timeout
 from headway.errors import (
     TIMEOUT_SECONDS,
@@ -352,13 +353,15 @@ class World:
         """The world of a process group that the user's program has made, and keeps; collective."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
         gpu = torch.cuda.is_available() and "nccl" in dist.get_backend()
+        with deaf_afterwards():
+            side_group = dist.new_group(backend="gloo") if ranks > 1 else None
         return cls(
             place=replace(LaunchEnv(), rank=rank, ranks=ranks, launcher="program"),
             device=torch.device("cuda", torch.cuda.current_device())
             if gpu
             else torch.device("cpu"),
             backend=dist.get_backend(),
-            side_group=dist.new_group(backend="gloo") if ranks > 1 else None,
+            side_group=side_group,
         )
 
     def leave(self) -> None:
@@ -476,14 +479,16 @@ class World:
             # NCCL makes its communicators, and `all_gather_object` its tensors, on this device.
             torch.cuda.set_device(self.device)
         # The prefix keeps torch's keys apart from those of the meeting and of the goodbye.
-        dist.init_process_group(
-            self.backend,
-            store=PrefixStore("groups", store),
-            rank=self.rank,
-            world_size=self.ranks,
-            timeout=timeout,
-        )
-        self.side_group = dist.new_group(backend="gloo", timeout=timeout)
+        with deaf_afterwards():
+            dist.init_process_group(
+                self.backend,
+                store=PrefixStore("groups", store),
+                rank=self.rank,
+                world_size=self.ranks,
+                timeout=timeout,
+            )
+        with deaf_afterwards():
+            self.side_group = dist.new_group(backend="gloo", timeout=timeout)
 
     def _farewell(self) -> None:
         assert self.store is not None

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from headway.channel.gloo_listeners import deaf_afterwards
 from headway.collective.collective_calls import CallListener
 from headway.data import (
     Cursor,
@@ -158,7 +159,7 @@ def _ranks_of_the_part(plan: Plan, world: World) -> dist.ProcessGroup:
     for rank in range(plan.ranks):
         ranks.setdefault(place(rank), []).append(rank)
     # Groups of their own: slabs are exchanged while gradients are summed on the others.
-    with world.explained("making the groups that share slabs"):
+    with world.explained("making the groups that share slabs"), deaf_afterwards():
         groups: dict[Hashable, dist.ProcessGroup] = {
             key: dist.new_group(each, backend="gloo") for key, each in ranks.items()
         }
@@ -238,9 +239,10 @@ def _together(plan: Plan, world: World) -> dist.ProcessGroup | None:
         return None
     everyone = dict.fromkeys(plan.mesh.peers(rank, SPACE) for rank in range(plan.ranks))
     # `new_group` is collective over the world: all ranks make all groups, in the same order.
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {
-        ranks: dist.new_group(list(ranks)) for ranks in everyone
-    }
+    with deaf_afterwards():
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {
+            ranks: dist.new_group(list(ranks)) for ranks in everyone
+        }
     return made[plan.mesh.peers(world.rank, SPACE)]
 
 
