@@ -27,7 +27,7 @@ def test_every_old_text_occurs_once_and_every_new_one_differs_in_a_line():
 
 
 def test_every_case_of_a_bug_is_defined():
-    text = (HERE / "cases.py").read_text(encoding="utf-8")
+    text = "\n".join(p.read_text(encoding="utf-8") for p in HERE.glob("*cases.py"))
     defined = set(re.findall(r"^@case\(.*\)\ndef (\w+)\(\) -> Recipe:$", text, re.MULTILINE))
     assert {bug.case for bug in BUGS} <= defined
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,6 +47,7 @@ class Case:
     """
 
     name: str
+    module: str
     processes: int
     steps: int = 4
     whole: bool = False
@@ -58,7 +60,7 @@ class Case:
             options["microbatches"] = True
         if self.whole:
             options["whole"] = True
-        return headway.verify(f"mutations.cases:{self.name}", **options)
+        return headway.verify(f"{self.module}:{self.name}", **options)
 
 
 CASES: dict[str, Case] = {}
@@ -72,7 +74,8 @@ def case(processes: int = 2, **options: Any) -> Callable[[MakeRecipe], MakeRecip
 
     def enter(function: MakeRecipe) -> MakeRecipe:
         name = function.__name__
-        CASES[name] = Case(name=name, processes=processes, **options)
+        home = function.__module__
+        CASES[name] = Case(name=name, module=home, processes=processes, **options)
         return function
 
     return enter
@@ -744,3 +747,8 @@ def _warming(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSch
 @case()
 def warming() -> Recipe:
     return replace(mlp(), scheduler=_warming)
+
+
+# What is wanted of here is defined by now.
+for _room in ("data", "split"):
+    importlib.import_module(f"mutations.{_room}_cases")
