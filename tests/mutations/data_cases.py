@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from headway import Recipe
 from headway.data import ArraySource, MemmapSource, NpySlabs, SlabSource, cached

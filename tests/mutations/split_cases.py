@@ -12,23 +12,18 @@ from torch.nn import functional as F
 from headway import Recipe
 from headway.plans import LayerSplit, PipelinePlan
 from mutations.cases import (
-    Normed,
-    Scaled,
-    _calm,
     _two_rates,
     case,
-    compressed,
     flushless_2bw,
     layers,
     mlp,
     piped,
-    spatial_statistics,
     tiny,
     volumes,
 )
-from support.recipes import deep, normalised
-from support.split_recipes import Lines, Segmenter, Volumes, estimating, speaking
-from support.tiny_models import CLASSES, FEATURES, Points, Residual
+from support.recipes import normalised
+from support.split_recipes import Lines, Segmenter, Volumes, estimating
+from support.tiny_models import CLASSES, FEATURES, Points
 
 WORDS, WINDOW, WIDTH = 16, 6, 16
 
@@ -101,9 +96,7 @@ def zero_bubble_apart() -> Recipe:
 def blocks(**more: Any) -> Recipe:
     """Split layers, cut into stages."""
     plan = PipelinePlan(microbatches=2)
-    return replace(
-        layers(tensor=(2,)), stages=2, pipeline=plan, microbatch=None, **more
-    )
+    return replace(layers(tensor=(2,)), stages=2, pipeline=plan, microbatch=None, **more)
 
 
 @case(4)
@@ -143,9 +136,7 @@ def trained_tensor() -> Recipe:
 def piped_statistics_dropping() -> Recipe:
     """Running statistics, and random draws that are looked for by running the model."""
     plan = PipelinePlan(microbatches=2)
-    return replace(
-        normalised(), model=Mixed, data=lambda: Points(36), stages=2, pipeline=plan
-    )
+    return replace(normalised(), model=Mixed, data=lambda: Points(36), stages=2, pipeline=plan)
 
 
 class Mixed(nn.Sequential):
@@ -180,9 +171,7 @@ def tensor_padded() -> Recipe:
 
 def smoothed(model: nn.Module, batch: Any) -> Any:
     words, following = batch
-    return F.cross_entropy(
-        model(words).flatten(0, 1), following.flatten(), label_smoothing=0.1
-    )
+    return F.cross_entropy(model(words).flatten(0, 1), following.flatten(), label_smoothing=0.1)
 
 
 @case()
@@ -307,8 +296,7 @@ def spatial_instances() -> Recipe:
 def weighted(model: nn.Module, batch: Any) -> Any:
     volume, labels = batch
     weight = torch.tensor([0.2, 1.0, 3.0], dtype=volume.dtype)
-    total = F.cross_entropy(model(volume), labels, weight=weight, reduction="mean")
-    return total
+    return F.cross_entropy(model(volume), labels, weight=weight, reduction="mean")
 
 
 @case(microbatches=True)
@@ -365,7 +353,12 @@ def spatial_averaged() -> Recipe:
 def spatial_samples() -> Recipe:
     split = LayerSplit(spatial=(2, 1, 1), head="samples")
     return replace(
-        volumes(spatial=(2, 1, 1)), model=Headed, loss=estimating, split=split, batch=6, microbatch=3
+        volumes(spatial=(2, 1, 1)),
+        model=Headed,
+        loss=estimating,
+        split=split,
+        batch=6,
+        microbatch=3,
     )
 
 

@@ -58,6 +58,21 @@ def _save(store: CheckpointStore, step: int) -> None:
     store.wait()
 
 
+def test_a_late_save_is_begun_after_a_later_step_and_holds_what_was_there(tmp_path):
+    store = CheckpointStore(tmp_path, rank=0, ranks=1, group=None, late=True)
+    tensors = _tensors(1)
+    store.save(1, tensors, {})
+    for tensor in tensors.values():
+        tensor.zero_()  # as the next step would
+    store.check()
+    assert store.steps() == []
+    store.check()
+    store.wait()
+    found = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    assert store.restore(lambda _: found).step == 1
+    assert all(torch.equal(found[name], tensor) for name, tensor in _tensors(1).items())
+
+
 def _restored(store: CheckpointStore) -> tuple[int, dict[str, torch.Tensor]] | None:
     tensors = {name: torch.full_like(t, 7) for name, t in _tensors().items()}
     manifest = store.restore(lambda _: tensors)

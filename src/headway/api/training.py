@@ -339,13 +339,34 @@ def _train_as_rank(
     return _result(job, outcome, outcome.stopped_by)
 
 
+def train_to_prove(
+    recipe: Recipe | str, plan: Plan, *, overrides: Sequence[str], directory: Path, resume: bool
+) -> None:
+    """Train by a plan on CPUs for `headway verify --whole`; see `TrainJob.proving`."""
+    reference = sendable_recipe(recipe, overrides)
+    job = TrainJob(
+        recipe=reference,
+        overrides=tuple(overrides) if isinstance(reference, str) else (),
+        directory=directory,
+        plan=plan,
+        resume=resume,
+        device="cpu",
+        timeout_seconds=_seconds("--timeout", TIMEOUT),
+        patience_seconds=_seconds("--patience", PATIENCE),
+        trace_every=0,
+        proving=True,
+    )
+    start_forkserver(plan.ranks)
+    _launch(job, plan.ranks)
+
+
 def _launch(
     job: TrainJob,
     processes: int,
-    restarts: int,
-    faults: tuple[Fault, ...],
-    emulated: EmulatedCluster | PacedCluster | None,
-    observer: TrainingObserver | None,
+    restarts: int = 0,
+    faults: tuple[Fault, ...] = (),
+    emulated: EmulatedCluster | PacedCluster | None = None,
+    observer: TrainingObserver | None = None,
 ) -> TrainingResult:
     """Train in local workers of our own."""
     from headway.launch.local import launch_local

@@ -18,6 +18,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from headway.api.inputs import PlanInput, RecipeInput, resolve_plan, sendable_recipe
+from headway.api.training import train_to_prove
 from headway.errors import HeadwayError, NotEqual, UsageError
 from headway.launch.forkserver import gc_paused, start_forkserver
 from headway.launch.preflight import check_processes
@@ -46,7 +47,7 @@ class EquivalenceResult:
             compressor.
         failure: The error that has ended the run after the first difference.
         whole: With `whole`: what training runs leave behind ("trained", "resumed", "resumed with 1
-            process") with the serial run.
+            process", of a plan that keeps parts also "resumed from 1 process") with the serial run.
     """
 
     processes: int
@@ -244,7 +245,6 @@ def _recorded_until_failure(
 
 def _whole_runs(job: VerifyJob, processes: int, pieces: bool) -> dict[str, Comparison]:
     """Training runs of a plan against the serial one: from the beginning, and resumed."""
-    from headway.api.training import train
     from headway.verification.compare import compare
     from headway.verification.distributed_run import trained_plan
     from headway.verification.recording import Recording
@@ -252,43 +252,52 @@ def _whole_runs(job: VerifyJob, processes: int, pieces: bool) -> dict[str, Compa
     from headway.verification.whole_run import expected_end, recorded_end, without_last
 
     job = replace(job, whole=True)
-    last, found = 2 * job.steps, {}
-    settings = {"stop": last, "checkpoint_every": job.steps, "validate_every": job.steps}
-    changes = [f"{key}={value}" for key, value in settings.items()]
-    overrides = (*job.overrides, *changes, 'precision="float64"')
+    middle, last, found = job.steps, 2 * job.steps, {}
     other = 1 if processes > 1 else 2
     with tempfile.TemporaryDirectory(prefix="headway-verify-") as folder:
         serial = Path(folder) / "serial.safetensors"
         ranks = processes if pieces else None
         _start(partial(record_serial, ranks=ranks), job, serial, 1)
-        expected = Recording.load(serial)
+        reference = Recording.load(serial)
 
-        def run(name: str, count: int, plan: Plan, start: Path | None) -> Path:
+        def run(name: str, plan: Plan, start: Path | None) -> Path:
             directory = Path(folder) / name.replace(" ", "-")
             if start is not None:
                 shutil.copytree(start, directory)
                 without_last(directory, last)
-            resume = start is not None
-            train(
+            train_to_prove(
                 job.recipe,
-                processes=count,
-                plan=plan,
-                overrides=overrides,
+                plan,
+                overrides=(*job.overrides, *_whole_settings(job)),
                 directory=directory,
-                resume=resume,
-                device="cpu",
-                restarts=0,
+                resume=start is not None,
             )
-            given = recorded_end(directory, last, expected)
-            found[name] = compare(expected_end(expected, last, given), given)
+            given = recorded_end(directory, (middle, last), reference)
+            expected = expected_end(reference, (middle, last), given)
+            found[name] = compare(expected, given)
             return directory
 
-        plan = trained_plan(job, processes)
-        first = run("trained", processes, plan, None)
-        run("resumed", processes, plan, first)
+        plan, simple = trained_plan(job, processes), trained_plan(job, other, simple=True)
+        first = run("trained", plan, None)
+        run("resumed", plan, first)
         noun = "process" if other == 1 else "processes"
-        run(f"resumed with {other} {noun}", other, trained_plan(job, other, simple=True), first)
+        elsewhere = run(f"resumed with {other} {noun}", simple, first)
+        if plan.memory.zero or plan.split.ranks > 1 or plan.pipe_degree > 1:
+            # Parts of what was saved whole.
+            run(f"resumed from {other} {noun}", plan, elsewhere)
     return found
+
+
+def _whole_settings(job: VerifyJob) -> list[str]:
+    """Changes to the recipe for runs that are compared from end to end."""
+    settings = {
+        "stop": 2 * job.steps,
+        "checkpoint_every": job.steps,
+        "checkpoint_keep": 2,
+        "validate_every": job.validate_every,
+        "precision": '"float64"',
+    }
+    return [f"{key}={value}" for key, value in settings.items()]
 
 
 def _replayed(job: VerifyJob, run: Path, processes: int) -> Comparison:

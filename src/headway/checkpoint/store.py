@@ -63,6 +63,8 @@ class CheckpointStore:
         group: A Gloo group of all of them that nothing else uses, because its collectives run on
             a background thread. None where `ranks` is 1; torch.distributed is not needed then.
         keep: How many checkpoints stay on disk.
+        late: Begin to write a checkpoint only once a later step has been made, or it is waited for:
+            what training changes meanwhile must not be in it.
 
     Attributes:
         skipped: Step -> why it could not be used, of what the last `restore` found damaged.
@@ -76,6 +78,7 @@ class CheckpointStore:
         ranks: int,
         group: ProcessGroup | None,
         keep: int = 2,
+        late: bool = False,
     ) -> None:
         if keep < 1 or (ranks > 1 and group is None):
             raise ValueError(f"keep={keep} must be positive; {ranks} ranks need a group")
@@ -88,6 +91,7 @@ class CheckpointStore:
         self._staging = StagingBuffer()
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
+        self._late, self._checks, self._due = late, 0, threading.Event()
 
     def steps(self) -> list[int]:
         """The steps of all committed checkpoints, oldest first."""
@@ -139,6 +143,11 @@ class CheckpointStore:
         everything = self._all(tensors, holdings)
         pieces = partition_writes(everything, self.ranks)[self.rank]
         staged = self._staging.copy(pieces, tensors)
+        self._checks = 0
+        if self._late:
+            self._due.clear()
+        else:
+            self._due.set()
         self._start(lambda: self._write(manifest, pieces, staged), f"step {step}")
         held = time.perf_counter() - began
         return SaveReceipt(step=step, bytes=everything.bytes, held_seconds=held)
@@ -164,6 +173,7 @@ class CheckpointStore:
         # Imported here because it costs 0.7 to 1.5 s once: training goes on meanwhile.
         from headway.checkpoint import storage
 
+        self._due.wait()
         try:
             storage.save(
                 self.directory,
@@ -181,11 +191,14 @@ class CheckpointStore:
             raise
 
     def check(self) -> None:
-        """Raise the failure of a save that has ended; never waits.
+        """Raise the failure of a save that has ended, before each step; never waits.
 
         Raises:
             CheckpointError: A save failed; raised once.
         """
+        self._checks += 1
+        if self._checks > 1:  # called before each step: one has been made since the save
+            self._due.set()
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
 
@@ -195,6 +208,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: It failed; raised once.
         """
+        self._due.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -38,11 +38,13 @@ KINDS = (
     "parameter",
     "buffer",
     "optimizer",
+    "facts",
     "validation",
 )
 STEP_KINDS = ("loss", "gradient", "parameter", "buffer", "optimizer")
 """Those of every step; share, exchange and residual are of an inexact exchange (see `replay`),
-unclipped is the gradient before its norm is limited."""
+unclipped is the gradient before its norm is limited, facts are what a checkpoint holds beside
+tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,15 @@ class VerifyJob:
     plan: Plan | Path | None = None
     timeout_seconds: float = 120.0
     whole: bool = False
+
+    @property
+    def validate_every(self) -> int:
+        """Steps between validations of a whole run: others than those of the checkpoints."""
+        return max(1, self.steps - 1)
+
+    def validates(self, step: int) -> bool:
+        """Whether a whole run validates after a step."""
+        return step % self.validate_every == 0 or step == 2 * self.steps
 
     def count(self, recipe: Recipe) -> int:
         """How many steps are made: with priority enough that some are not measured by the exchange,

@@ -42,6 +42,7 @@ from headway.schedule.pipeline_schedule import ActionKind, PipelineSchedule, upd
 from headway.verification.recording import Recorder, VerifyJob, build_training_state
 from headway.verification.sample_draws import check_sample_draws
 from headway.verification.samples import reference_batches
+from headway.verification.saved_facts import cursor_behind, facts_of, numbers_of
 
 
 def record_serial(_: LaunchEnv, job: VerifyJob, target: Path, *, ranks: int | None = None) -> None:
@@ -92,8 +93,15 @@ def _record(
             )
         if trained.scheduler is not None:
             trained.scheduler.step()
-        recorder.take(step, loss, trained.tensors_by_kind())
-        if job.whole and step % job.steps == 0 and recipe.validation is not None:
+        numbers = trained.tensors_by_kind()
+        if job.whole and step == job.steps:
+            after = cursor_behind(
+                batches[0].start, batches[0].samples, len(source), split.samples,
+                drop=recipe.drop_last,
+            )  # fmt: skip
+            numbers["facts"] = numbers_of(facts_of(trained, after))
+        recorder.take(step, loss, numbers)
+        if job.whole and job.validates(step) and recipe.validation is not None:
             recorder.validated(step, _validation(recipe, trained.model))
     recorder.recording().save(target)
 

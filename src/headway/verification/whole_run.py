@@ -1,4 +1,4 @@
-"""What a training run leaves behind, as a recording: its last checkpoint and its validations.
+"""What a training run leaves behind, as a recording: its checkpoints, losses and validations.
 
 Read here byte by byte from the manifest, without the code that wrote it or restores it.
 """
@@ -6,6 +6,7 @@ Read here byte by byte from the manifest, without the code that wrote it or rest
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,40 +16,51 @@ from headway.checkpoint.directory import read_manifest, step_path
 from headway.checkpoint.format import TensorEntry
 from headway.run.training.run_directory import RunDirectory
 from headway.verification.recording import Recording
+from headway.verification.saved_facts import numbers_of
 
 
-def recorded_end(directory: Path, step: int, serial: Recording) -> Recording:
-    """The checkpoint of a step and all validations, under the keys of the serial recording."""
+def recorded_end(directory: Path, steps: Sequence[int], serial: Recording) -> Recording:
+    """The checkpoints of some steps, all losses and all validations, under the keys of the serial
+    recording; the facts of the first of these checkpoints."""
     run = RunDirectory(directory)
-    checkpoint = step_path(run.checkpoints, step)
     found: dict[str, Tensor] = {}
-    for name, entry in read_manifest(checkpoint).tensors.items():
-        kind, _, own = name.partition(".")
-        if kind == "model":
-            kind = "buffer" if f"{step}/buffer/{own}" in serial.tensors else "parameter"
-        value = _read(checkpoint, entry)
-        found[f"{step}/{kind}/{own}"] = torch.view_as_real(value) if value.is_complex() else value
+    for step in steps:
+        checkpoint = step_path(run.checkpoints, step)
+        manifest = read_manifest(checkpoint)
+        for name, entry in manifest.tensors.items():
+            kind, _, own = name.partition(".")
+            if kind == "model":
+                kind = "buffer" if f"{step}/buffer/{own}" in serial.tensors else "parameter"
+            value = _read(checkpoint, entry)
+            value = torch.view_as_real(value) if value.is_complex() else value
+            found[f"{step}/{kind}/{own}"] = value
+        if step == steps[0]:
+            facts = numbers_of(manifest.facts)
+            found |= {f"{step}/facts/{name}": value for name, value in facts.items()}
+    # Of a step that was made twice, because the run was resumed, the last line counts.
     for line in run.events_file.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        if row.get("event") == "validation":
+        if row.get("event") in ("step", "validation"):
+            kind = "loss" if row["event"] == "step" else "validation"
             loss = torch.tensor(row["loss"], dtype=torch.float64)
-            found[f"{row['step']}/validation/loss"] = loss
+            found[f"{row['step']}/{kind}/loss"] = loss
     return Recording(found, tuple(found))
 
 
-def expected_end(serial: Recording, step: int, given: Recording) -> Recording:
+def expected_end(serial: Recording, steps: Sequence[int], given: Recording) -> Recording:
     """Of a serial recording what a run must have left behind.
 
     Buffers that are not saved, and what the optimiser keeps as plain numbers, are left out.
     """
-    wanted = ("validation", "parameter", "optimizer")
-    keys = [
-        key
-        for key in serial.order
-        if key.split("/", 2)[1] == "validation"
-        or (key.startswith(f"{step}/") and key.split("/", 2)[1] in wanted)
-        or (key.startswith(f"{step}/buffer/") and key in given.tensors)
-    ]
+
+    def wanted(key: str) -> bool:
+        step, kind, _ = key.split("/", 2)
+        if kind in ("loss", "validation", "facts"):
+            return True
+        saved = kind in ("parameter", "optimizer") or (kind == "buffer" and key in given.tensors)
+        return saved and int(step) in steps
+
+    keys = [key for key in serial.order if wanted(key)]
     return Recording({key: serial.tensors[key] for key in keys}, tuple(keys))
 
 

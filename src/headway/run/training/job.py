@@ -36,6 +36,8 @@ class TrainJob:
         trace_every: Steps between detailed timelines; the first steps are always traced.
         before_step: Called on every rank before each step with the launch environment and the
             number of the step, from 1; `launch.faults` injects faults there.
+        proving: For `headway verify --whole`: what is restored is saved again at once, and a
+            checkpoint is written only while later steps change what it holds.
     """
 
     recipe: str | Recipe
@@ -51,6 +53,7 @@ class TrainJob:
     resume: bool = False
     device: str = "auto"
     before_step: Callable[[LaunchEnv, int], None] | None = None
+    proving: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

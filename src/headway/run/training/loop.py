@@ -132,6 +132,9 @@ class Training:
         )
         self._stack.enter_context(loader)
         self._batches = iter(loader)
+        if self._job.proving and self._executor.steps_done:
+            self._after = cursor
+            self._save()
         return total
 
     # -- before the first step ---------------------------------------------------------------
@@ -190,6 +193,7 @@ class Training:
             ranks=self._world.ranks,
             group=self._world.side_group,
             keep=recipe.checkpoint_keep,
+            late=self._job.proving,
         )
         # After an error the peers of a save in progress may never answer: do not wait for them.
         self._stack.push(lambda kind, *_: self._store.close(wait=kind is None))
