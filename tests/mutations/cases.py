@@ -752,3 +752,328 @@ def warming() -> Recipe:
 # What is wanted of here is defined by now.
 for _room in ("data", "split"):
     importlib.import_module(f"mutations.{_room}_cases")
+
+
+# ---- less usual plans, recipes and parameters -------------------------------------------------
+
+
+class Switched(nn.Module):
+    """A third of the samples use `extra`, `gain` (no dimension) and one element of `lone`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main, self.extra = nn.Linear(FEATURES, CLASSES), nn.Linear(FEATURES, CLASSES)
+        self.gain, self.lone = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wanted = x[:, 0] > 0.5
+        y: torch.Tensor = self.main(x)
+        if not wanted.any():
+            return y
+        return y + self.gain * self.lone * self.extra(x) * wanted[:, None]
+
+
+def switched(**options: Any) -> Recipe:
+    return tiny("switched", Switched, batch=4, microbatch=1, exchange=ExchangePlan(**options))
+
+
+@case(steps=8)
+def switched_parameters() -> Recipe:
+    """A bucket for each parameter, some of one element."""
+    return switched(bucket="8")
+
+
+@case(4, steps=8)
+def groups_switched() -> Recipe:
+    """Some parameters are combined within pairs of ranks."""
+    part = ExchangePart(parameters="extra.*", ranks=((0, 1), (2, 3)))
+    return replace(switched(parts=(part,)), batch=8, microbatch=1)
+
+
+@case(4)
+def node_groups() -> Recipe:
+    part = ExchangePart(parameters="second.*", ranks=((0, 1), (2, 3)))
+    return tiny("node-groups", exchange=ExchangePlan(parts=(part,)))
+
+
+@case(steps=8)
+def updates_switched() -> Recipe:
+    return switched(reduce="adasum", values="updates")
+
+
+@case(steps=8)
+def priority_switched() -> Recipe:
+    return switched(priority=True, chunk="64")
+
+
+def _tensor_rate(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01))
+
+
+@case()
+def priority_tensor_rate() -> Recipe:
+    """A rate that is a tensor, which the scheduler changes in place."""
+    return tiny(
+        "tensor-rate", exchange=ExchangePlan(priority=True), optimizer=_tensor_rate,
+        scheduler=cosine,
+    )  # fmt: skip
+
+
+@case()
+def randomk_auto() -> Recipe:
+    return replace(randomk(), exchange=ExchangePlan(compress="randomk:0.2", bucket="auto"))
+
+
+@case()
+def powersgd_auto() -> Recipe:
+    return replace(powersgd(), exchange=ExchangePlan(compress="powersgd:2", bucket="auto"))
+
+
+@case(4)
+def sign_auto() -> Recipe:
+    return replace(sign(), exchange=ExchangePlan(compress="sign", bucket="auto"))
+
+
+@case()
+def adaptive_auto() -> Recipe:
+    return replace(adaptive(), exchange=ExchangePlan(compress="adaptive:0.1", bucket="auto"))
+
+
+@case(3)
+def fp16_of_three() -> Recipe:
+    return fp16()
+
+
+@case(3)
+def int8_of_three() -> Recipe:
+    return int8()
+
+
+@case(3)
+def sign_of_three() -> Recipe:
+    return sign()
+
+
+@case(3)
+def powersgd_of_three() -> Recipe:
+    return powersgd()
+
+
+def _loud(model: nn.Module, batch: Any) -> torch.Tensor:
+    return 2e5 * cross_entropy(model, batch)
+
+
+@case()
+def fp16_loud() -> Recipe:
+    """Gradients near the largest number of 16 bits."""
+    return replace(fp16(), loss=_loud)
+
+
+@case()
+def topk_large() -> Recipe:
+    """A layer of more values than are searched at a time."""
+    return tiny("topk-large", lambda: Mlp(8_000), exchange=ExchangePlan(compress="topk:0.01"))
+
+
+@case()
+def mstopk_large() -> Recipe:
+    return tiny("mstopk-large", lambda: Mlp(8_000), exchange=ExchangePlan(compress="mstopk:0.01"))
+
+
+@case(6)
+def hierarchical_of_six() -> Recipe:
+    """Two nodes of three ranks."""
+    return replace(mlp(), microbatch=None, exchange=ExchangePlan(collective="hierarchical"))
+
+
+@case(6)
+def hitopk_of_six() -> Recipe:
+    return hitopk()
+
+
+@case(4)
+def hitopk_auto() -> Recipe:
+    return replace(
+        hitopk(),
+        exchange=ExchangePlan(compress="topk:0.1", collective="hierarchical", bucket="auto"),
+    )
+
+
+@case(4)
+def mstopk_hierarchical() -> Recipe:
+    return compressed("mstopk:0.1", collective="hierarchical")
+
+
+@case(4)
+def fp16_hierarchical() -> Recipe:
+    return compressed("fp16", collective="hierarchical")
+
+
+@case(4)
+def adasum_hierarchical() -> Recipe:
+    return tiny("adasum", exchange=ExchangePlan(reduce="adasum", collective="hierarchical"))
+
+
+@case()
+def adasum_large() -> Recipe:
+    """A layer whose halves travel in several parts."""
+    return tiny("adasum-large", lambda: Mlp(30_000), exchange=ExchangePlan(reduce="adasum"))
+
+
+@case()
+def adasum_uneven() -> Recipe:
+    return replace(adasum(), shares=(3.0, 1.0))
+
+
+def _half_model() -> nn.Module:
+    return Mlp().bfloat16()
+
+
+@case()
+def adasum_of_halves() -> Recipe:
+    """Parameters of 16 bits."""
+    return replace(adasum(), model=_half_model, data=lambda: Points(dtype=torch.bfloat16))
+
+
+@case()
+def autocasting() -> Recipe:
+    return replace(mlp(), precision="bfloat16")
+
+
+@case()
+def single_precision() -> Recipe:
+    return replace(mlp(), precision="float32")
+
+
+@case(whole=True)
+def trained_epochs() -> Recipe:
+    return replace(mlp(), stop="2 epochs")
+
+
+@case()
+def batch_in_tokens() -> Recipe:
+    return replace(words(), batch="60 tokens", tokens_per_sample=5)
+
+
+@case(whole=True)
+def trained_topk() -> Recipe:
+    return replace(compressed("topk:0.1"), checkpoint_every=2)
+
+
+def _lars_as_printed(model: nn.Module) -> torch.optim.Optimizer:
+    return LARS(model.parameters(), lr=0.5, momentum_correction=False, weight_decay=0.01)
+
+
+@case()
+def lars_as_printed() -> Recipe:
+    return tiny("lars", TwoWide, optimizer=_lars_as_printed, scheduler=cosine)
+
+
+def _lamb_clamped(model: nn.Module) -> torch.optim.Optimizer:
+    return LAMB(model.parameters(), lr=0.01, clamp=(0.1, 0.5), exclude_1d=False)
+
+
+@case()
+def lamb_clamped() -> Recipe:
+    return tiny("lamb", TwoWide, optimizer=_lamb_clamped, scheduler=cosine)
+
+
+def _lars_groups(model: nn.Module) -> torch.optim.Optimizer:
+    first, second = model.first.parameters(), model.second.parameters()
+    groups = [{"params": first}, {"params": second, "lr": 0.05, "trust": 0.01}]
+    return LARS(groups, lr=0.5, momentum=0.9, weight_decay=0.01)
+
+
+@case()
+def lars_groups() -> Recipe:
+    return tiny("lars-groups", optimizer=_lars_groups)
+
+
+def _warming_late(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return WarmUp(optimizer, 2, then=cosine, delay=True)
+
+
+@case()
+def warming_late() -> Recipe:
+    return replace(mlp(), scheduler=_warming_late)
+
+
+class Absorbing(torch.optim.Optimizer):
+    """A velocity that contains the rate."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    velocity = state.setdefault("velocity", torch.zeros_like(parameter))
+                    velocity.mul_(0.9).add_(parameter.grad, alpha=group["lr"])
+                    parameter.sub_(velocity)
+
+
+def _warming_velocity(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return WarmUp(optimizer, 4, velocity="velocity")
+
+
+@case()
+def warming_velocity() -> Recipe:
+    return replace(
+        mlp(), optimizer=lambda model: Absorbing(model.parameters(), 0.1),
+        scheduler=_warming_velocity,
+    )  # fmt: skip
+
+
+def _decaying(model: nn.Module) -> torch.optim.Optimizer:
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
+
+
+def _cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=40)
+
+
+@case()
+def priority_cycle() -> Recipe:
+    """Both groups in one bucket; the scheduler moves rate and momentum."""
+    return tiny(
+        "cycle", exchange=ExchangePlan(priority=True, chunk="1 KiB"), optimizer=_decaying,
+        scheduler=_cycle,
+    )  # fmt: skip
+
+
+@case()
+def zero_scaled_clipped() -> Recipe:
+    return tiny("scaled", Scaled, zero=2, clip=0.2)
+
+
+@case(4)
+def hybrid_words() -> Recipe:
+    return replace(zero3_words(), shards=2)
+
+
+@case()
+def dropping_attention() -> Recipe:
+    return tiny("attention", Dropping, Lines, loss=speaking, batch=8, optimizer=_calm)
+
+
+@case(2, steps=2)
+def dropping_long() -> Recipe:
+    """An epoch of some hundred samples."""
+    return tiny("dropping-long", WithDropout, lambda: Points(600), batch=300, microbatch=None)
+
+
+@case()
+def root_rate() -> Recipe:
+    return replace(mlp(), scale_rate="square_root from 3 samples")
+
+
+@case(4)
+def three_quarters() -> Recipe:
+    """The last batch of an epoch leaves one of the ranks without work."""
+    return replace(mlp(), data=lambda: Points(27), microbatch=2)

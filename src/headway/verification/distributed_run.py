@@ -12,14 +12,15 @@ and as it is, with what goes into and comes out of the buckets of every rank (`r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
 
-from headway.comm.lanes.buckets import Bucket
+from headway.comm.compress.state import STATE_PREFIX
+from headway.comm.lanes.buckets import Bucket, BucketNames
 from headway.comm.tuning.autotuning import AdaptiveExchange, BucketArrangement
 from headway.data import as_source
 from headway.errors import Diverged
@@ -41,7 +42,7 @@ from headway.verification.recording import Recorder, VerifyJob, build_training_s
 from headway.verification.reference import save_cut
 
 REARRANGED_AFTER = 1
-"""The step after which an exchange that may re-arrange its buckets is made to."""
+"""The step after which, and after the next, an exchange that may re-arrange its buckets must."""
 
 
 def record_split(place: LaunchEnv, job: VerifyJob, target: Path) -> None:
@@ -175,11 +176,23 @@ class _RecordedRun:
             if self._crossing is not None:
                 self.run.flush()
                 self._take_crossing(losses)
+            self._checkpoint_exchange()
             # Not `run.close`, which would gather the model and leave the caller's world.
             self.run.strategy.close()
             ended = bool(self._apart)
         finally:
             self._write(target, ended)
+
+    def _checkpoint_exchange(self) -> None:
+        """Save what compressors keep back, as a checkpoint does, and take it up; collective."""
+        exchange = self.run.strategy.exchange
+        if self._observer is None or exchange is None or self._apart:
+            return
+        saved = self.run.strategy.exchange_state()
+        if saved:
+            self.run.strategy.restore_exchange(saved)
+            named = {key.removeprefix(STATE_PREFIX): value for key, value in saved.items()}
+            self._observer.checkpointed(named, exchange.state())
 
     def _write(self, target: Path, ended: bool) -> None:
         if self._observer is not None and not self._plan.exchange.exact:
@@ -236,8 +249,8 @@ class _RecordedRun:
         exchange = self.run.strategy.exchange
         if exchange is None:
             return
-        if step == REARRANGED_AFTER + 1:
-            _rearrange(exchange)
+        if step - REARRANGED_AFTER in (1, 2):
+            _rearrange(exchange, step - REARRANGED_AFTER)
         if self._observer is not None:
             self._observer.step = step
             exchange.observe(self._observer)
@@ -294,15 +307,27 @@ class _RecordedRun:
         return next((group for group in groups if rank in group), ())
 
 
-def _rearrange(exchange: AdaptiveExchange) -> None:
-    """Give every parameter a bucket of its own, where measuring may change the buckets anyway."""
+def _rearrange(exchange: AdaptiveExchange, time: int) -> None:
+    """Give the buckets other parameters, where measuring may change them anyway.
+
+    Args:
+        time: 1: every other parameter into one bucket, the rest into another; 2: a bucket for each.
+    """
     plan = exchange.description
     if plan.bucket != "auto" and not plan.priority:
         return
     chunk = plan.initial_chunk_bytes if plan.priority else None
     names = list(exchange.parameters)
     order = names if plan.priority else names[::-1]
-    exchange.rearrange(BucketArrangement(tuple((name,) for name in order), chunk))
+    layout: BucketNames = tuple((name,) for name in order)
+    if time == 1:
+        kinds: dict[Hashable, list[str]] = {}
+        for name in order:
+            parameter = exchange.parameters[name]
+            kinds.setdefault((plan.part(name), parameter.dtype), []).append(name)
+        halves = (kind[first::2] for kind in kinds.values() for first in (0, 1))
+        layout = tuple(tuple(half) for half in halves if half)
+    exchange.rearrange(BucketArrangement(layout, chunk))
 
 
 def _divide_norms(trained: TrainingState) -> None:

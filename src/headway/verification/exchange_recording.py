@@ -60,7 +60,9 @@ class RecordedExchange:
 
     Attributes:
         tensors: "step/bucket/in", "step/bucket/out" -> gradients as one row, flags left out;
-            "step/bucket/kept/..." -> the compressor's state afterwards, by its own names.
+            "step/bucket/kept/..." -> the compressor's state afterwards, by its own names;
+            "end/saved/..." -> what a checkpoint would hold after the last step; "end/restored/..."
+            -> what this rank has after taking that up.
     """
 
     buckets: tuple[RecordedBucket, ...]
@@ -77,9 +79,19 @@ class RecordedExchange:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return RecordedExchange(tuple(_bucket(row) for row in rows), tensors)
 
+    @property
+    def saved(self) -> dict[str, Tensor]:
+        return self._below("end/saved/")
+
+    @property
+    def restored(self) -> dict[str, Tensor]:
+        return self._below("end/restored/")
+
     def state(self, bucket: RecordedBucket) -> dict[str, Tensor]:
         """What the compressor kept of a bucket after its step."""
-        start = f"{bucket.key}/kept/"
+        return self._below(f"{bucket.key}/kept/")
+
+    def _below(self, start: str) -> dict[str, Tensor]:
         return {
             name.removeprefix(start): value
             for name, value in self.tensors.items()
@@ -142,6 +154,12 @@ class ExchangeRecorder:
     def applied(self, bucket: Bucket) -> None:
         if self.on_applied is not None:
             self.on_applied(self._steps[bucket], bucket)
+
+    def checkpointed(self, saved: Mapping[str, Tensor], restored: Mapping[str, Tensor]) -> None:
+        """What a checkpoint holds of all ranks, and what this rank has after taking it up."""
+        for place, state in (("saved", saved), ("restored", restored)):
+            for name, value in state.items():
+                self.tensors[f"end/{place}/{name}"] = value.detach().clone().contiguous()
 
     def recording(self) -> RecordedExchange:
         """In the order of steps and buckets."""

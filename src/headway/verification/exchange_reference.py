@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -23,20 +24,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.collective.compression import (
-    blocks_per_rank,
-    gathers_whole,
-    kept_elements,
-    matrix_shape,
-    parse_compression,
-    sign_bytes_per_rank,
-    sparse_shards,
-)
 from headway.verification.exchange_recording import RecordedBucket
 
 Row = NDArray[np.float64]
-Choose = Callable[[Row, int, Row], NDArray[np.bool_]]
-"""From u, how many of it are sent, and what the run has kept: which are sent."""
+Choose = Callable[[Row, int, Row, np.random.Generator], NDArray[np.bool_]]
+"""From u, how many of it are sent, what the run has kept, and random numbers: which are sent."""
 State = Mapping[str, Tensor]
 
 INT8_TABLE = 2**16
@@ -96,6 +88,46 @@ class BucketInputs:
         return found
 
 
+# What a plan's text means: how many elements of which tensors travel (docs/compression.md).
+
+ROUNDED = ("none", "fp16", "bf16")
+SMALLEST = 1024
+"""Elements below which a tensor is sent whole, as every vector is."""
+
+
+@dataclass(frozen=True)
+class Compression:
+    """A compressor and its amount: the share of elements that are sent, or the rank of factors."""
+
+    name: str
+    amount: float
+
+    @classmethod
+    def of(cls, text: str) -> Compression:
+        name, _, amount = text.strip().partition(":")
+        return cls(name, float(amount or 0))
+
+    def compresses(self, shape: Sequence[int]) -> bool:
+        """Whether a tensor of this shape is compressed."""
+        if self.name == "int8":
+            return True
+        if len(shape) < 2 or prod(shape) < SMALLEST:
+            return False
+        if self.name != "powersgd":
+            return True
+        # Two factors must be half as large as the matrix, or smaller.
+        return 2 * self.amount * (shape[0] + prod(shape[1:])) < prod(shape)
+
+    def kept(self, size: int) -> int:
+        """How many elements are sent, rounded up."""
+        return max(1, math.ceil(self.amount * size - 1e-9))
+
+
+def is_rounded(text: str) -> bool:
+    """Whether a compressor only rounds each element, and keeps nothing."""
+    return Compression.of(text).name in ROUNDED
+
+
 def draws(seed: int, name: str, step: int = 0, rank: int = 0) -> np.random.Generator:
     """The generator of one parameter or bucket, in one step, on one rank."""
     words = (seed % 2**64, zlib.crc32(name.encode()), step, rank)
@@ -106,10 +138,10 @@ def expected_exchange(inputs: BucketInputs) -> ExpectedExchange:
     """The result of a bucket's exchange and what each rank keeps back."""
     if inputs.reduce == "adasum":
         return ExpectedExchange(_adasum(inputs))
-    kind = parse_compression(inputs.bucket.compress).name
+    kind = Compression.of(inputs.bucket.compress).name
     if inputs.hierarchical and kind in ("topk", "mstopk"):
         return _hierarchical_topk(inputs, sampled=kind == "mstopk")
-    if kind in ("none", "fp16", "bf16"):
+    if kind in ROUNDED:
         return _sixteen_bits(inputs, kind)
     return _COMPRESSORS[kind](inputs)
 
@@ -148,10 +180,10 @@ def _int8(inputs: BucketInputs) -> ExpectedExchange:
     size = inputs.rows[0].size
     generators = [draws(inputs.seed, name, inputs.steps, rank) for rank in inputs.bucket.ranks]
     tables = [_table(draw) for draw in generators]
-    if gathers_whole(ranks):
+    if ranks <= 2:  # both gather all of the other's bytes
         coded = [_int8_coded(row, t) for row, t in zip(inputs.rows, tables, strict=True)]
         return ExpectedExchange(_float32_sum(coded)[:size].astype(np.float64))
-    part = blocks_per_rank(size, ranks) * BLOCK
+    part = math.ceil(math.ceil(size / BLOCK) / ranks) * BLOCK
     padded = [np.pad(row, (0, part * ranks - size)) for row in inputs.rows]
     out = []
     for owner in range(ranks):
@@ -206,7 +238,7 @@ def _by_layer(
     sent: Callable[[str, Sequence[Row], Sequence[Row]], list[Row]],
 ) -> ExpectedExchange:
     """Sum layer by layer what `sent(name, us, kept afterwards by the run)` gives for each rank."""
-    compression = parse_compression(inputs.bucket.compress)
+    compression = Compression.of(inputs.bucket.compress)
     out = np.sum(inputs.rows, 0)
     kept: list[dict[str, Row]] = [{} for _ in inputs.rows]
     for name, span, shape in inputs.spans:
@@ -226,7 +258,7 @@ def _by_layer(
     return ExpectedExchange(out, kept=kept)
 
 
-def largest(u: Row, count: int, kept: Row) -> NDArray[np.bool_]:
+def largest(u: Row, count: int, kept: Row, _: np.random.Generator) -> NDArray[np.bool_]:
     """The largest magnitudes; of equal ones those that the run has sent."""
     border = np.partition(np.abs(u), u.size - count)[u.size - count]
     above: NDArray[np.bool_] = np.abs(u) > border
@@ -239,19 +271,22 @@ def largest(u: Row, count: int, kept: Row) -> NDArray[np.bool_]:
 
 def _selected(choose: Choose, inputs: BucketInputs) -> ExpectedExchange:
     """Of each layer and rank the elements that `choose` gives."""
-    density = parse_compression(inputs.bucket.compress).amount
+    compression = Compression.of(inputs.bucket.compress)
 
-    def sent(_: str, us: Sequence[Row], kept: Sequence[Row]) -> list[Row]:
-        count = kept_elements(us[0].size, density)
-        return [np.where(choose(u, count, left), u, 0.0) for u, left in zip(us, kept, strict=True)]
+    def sent(name: str, us: Sequence[Row], kept: Sequence[Row]) -> list[Row]:
+        count = compression.kept(us[0].size)
+        return [
+            np.where(choose(u, count, left, draws(inputs.seed, name, inputs.steps, rank)), u, 0.0)
+            for rank, u, left in zip(inputs.bucket.ranks, us, kept, strict=True)
+        ]
 
     return _by_layer(inputs, sent)
 
 
-def bisected(u: Row, count: int, kept: Row) -> NDArray[np.bool_]:
+def bisected(u: Row, count: int, kept: Row, draw: np.random.Generator) -> NDArray[np.bool_]:
     """MSTopK: all above the upper of two thresholds, and a run of those between them.
 
-    Where that run begins is drawn at random: the run that was taken shows it, and must be one.
+    Where that run begins is drawn at random.
     """
     magnitude = np.abs(u)
     mean, top = float(magnitude.mean()), float(magnitude.max())
@@ -272,20 +307,21 @@ def bisected(u: Row, count: int, kept: Row) -> NDArray[np.bool_]:
     chosen: NDArray[np.bool_] = magnitude >= above
     between = np.flatnonzero((magnitude >= below) & ~chosen)
     missing = count - most_above
-    sent = np.flatnonzero(kept[between] != u[between])
-    start = min(int(sent[0]) if sent.size else 0, between.size - missing)
+    start = int(draw.integers(between.size - missing + 1))
     chosen[between[start : start + missing]] = True
     return chosen
 
 
+_NONE = np.random.default_rng(0)
+"""For choices that draw nothing."""
 SAMPLINGS = 30
 """N of algorithm 1, as in `comm.compress`."""
 
 
 def _adaptive(inputs: BucketInputs) -> ExpectedExchange:
-    compression = parse_compression(inputs.bucket.compress)
+    compression = Compression.of(inputs.bucket.compress)
     layers = [(n, prod(s)) for n, _, s in inputs.spans if compression.compresses(s)]
-    even = [kept_elements(size, compression.amount) for _, size in layers]
+    even = [compression.kept(size) for _, size in layers]
     budgets: list[dict[str, int]] = []
     shares_before: list[dict[str, float]] = []
     for state in inputs.before:
@@ -299,7 +335,7 @@ def _adaptive(inputs: BucketInputs) -> ExpectedExchange:
     def sent(name: str, us: Sequence[Row], kept: Sequence[Row]) -> list[Row]:
         parts = []
         for rank, (u, left) in enumerate(zip(us, kept, strict=True)):
-            chosen = largest(u, budgets[rank][name], left)
+            chosen = largest(u, budgets[rank][name], left, _NONE)
             smallest[rank][name] = float(np.abs(u[chosen]).min())
             parts.append(np.where(chosen, u, 0.0))
         return parts
@@ -347,11 +383,11 @@ def moved_shares(
 
 
 def _randomk(inputs: BucketInputs) -> ExpectedExchange:
-    density = parse_compression(inputs.bucket.compress).amount
+    compression = Compression.of(inputs.bucket.compress)
 
     def sent(name: str, us: Sequence[Row], kept: Sequence[Row]) -> list[Row]:
         size = us[0].size
-        count = kept_elements(size, density)
+        count = compression.kept(size)
         borders = np.arange(count + 1) * size // count
         widths = np.diff(borders)
         random = draws(inputs.seed, name, inputs.steps).random(count)
@@ -365,7 +401,7 @@ def _randomk(inputs: BucketInputs) -> ExpectedExchange:
 
 def _sign(inputs: BucketInputs) -> ExpectedExchange:
     ranks = len(inputs.rows)
-    if gathers_whole(ranks):
+    if ranks <= 2:
         return _by_layer(inputs, lambda _, us, __: [_one_bit(u, _scale(u)) for u in us])
     return _sign_served(inputs)
 
@@ -381,11 +417,12 @@ def _one_bit(u: Row, scale: float) -> Row:
 
 def _sign_served(inputs: BucketInputs) -> ExpectedExchange:
     """Of more than two ranks each serves a part, with a residual of its own second rounding."""
-    compression = parse_compression(inputs.bucket.compress)
+    compression = Compression.of(inputs.bucket.compress)
     ranks = len(inputs.rows)
     layers = [(n, span, prod(s)) for n, span, s in inputs.spans if compression.compresses(s)]
     found = _by_layer(inputs, lambda _, us, __: [_one_bit(u, _scale(u)) for u in us])
-    part = 8 * sign_bytes_per_rank([size for _, _, size in layers], ranks)
+    # Bytes of eight signs, whole for each layer, in words of four.
+    part = 32 * math.ceil(math.ceil(sum(-(-size // 8) for _, _, size in layers) / ranks) / 4)
     start = 0
     for name, span, size in layers:
         total = found.out[span]
@@ -406,14 +443,14 @@ def _sign_served(inputs: BucketInputs) -> ExpectedExchange:
 
 
 def _powersgd(inputs: BucketInputs) -> ExpectedExchange:
-    compression = parse_compression(inputs.bucket.compress)
+    compression = Compression.of(inputs.bucket.compress)
     rank = int(compression.amount)
     out, free = np.sum(inputs.rows, 0), False
     kept: list[dict[str, Row]] = [{} for _ in inputs.rows]
     for name, span, shape in inputs.spans:
         if not compression.compresses(shape):
             continue
-        rows, columns = matrix_shape(shape)
+        rows, columns = shape[0], prod(shape[1:])
         ms = [
             (row[span] + _residual(state, name, prod(shape))).reshape(rows, columns)
             for row, state in zip(inputs.rows, inputs.before, strict=True)
@@ -443,10 +480,7 @@ def _hierarchical_topk(inputs: BucketInputs, *, sampled: bool) -> ExpectedExchan
     if len(bucket.nodes) == 1:
         return ExpectedExchange(np.sum(inputs.rows, 0))
     size = inputs.rows[0].size
-    density = parse_compression(bucket.compress).amount
-    width = len(bucket.nodes[0])
-    flags = len(bucket.names)
-    shards = sparse_shards(size + flags, flags, width, density, 8)
+    density = Compression.of(bucket.compress).amount
     out = np.zeros(size)
     kept: list[dict[str, Row]] = [{} for _ in inputs.rows]
     choose = bisected if sampled else largest
@@ -455,15 +489,24 @@ def _hierarchical_topk(inputs: BucketInputs, *, sampled: bool) -> ExpectedExchan
         u = np.sum([inputs.rows[m] + _whole_residual(inputs, m, inputs.before) for m in members], 0)
         left = np.sum([_whole_residual(inputs, m, inputs.after) for m in members], 0)
         sent = np.zeros(size)
-        for shard in shards:
-            here = slice(shard.start, shard.middle)
-            if shard.count:
-                chosen = choose(u[here], shard.count, left[here])
+        for here in _shards(size, len(bucket.names), len(node)):
+            if here.stop > here.start:
+                count = max(1, round(density * (here.stop - here.start)))
+                # Drawn from the content, so that a run that is resumed draws the same.
+                first = torch.from_numpy(u[here][:8]).float().view(torch.uint8).tolist()
+                chosen = choose(u[here], count, left[here], np.random.default_rng([count, *first]))
                 sent[here] = np.where(chosen, u[here], 0.0)
         out += sent
         # Which rank of the node keeps which part is its own business: the sum counts.
         kept[members[0]]["node"] = u - sent
     return ExpectedExchange(out, kept=kept)
+
+
+def _shards(size: int, flags: int, width: int) -> list[slice]:
+    """The gradients in each rank's part of a bucket; flags lie behind all gradients."""
+    small, longer = divmod(size + flags, width)
+    borders = [place * small + min(place, longer) for place in range(width + 1)]
+    return [slice(min(a, size), min(b, size)) for a, b in pairwise(borders)]
 
 
 def _whole_residual(inputs: BucketInputs, rank: int, states: Sequence[State]) -> Row:
@@ -492,6 +535,34 @@ def node_residuals(inputs: BucketInputs) -> dict[int, Row]:
         )
         for node in inputs.bucket.nodes
     }
+
+
+# What checkpoints hold of it.
+
+
+def parse_kept(key: str) -> tuple[str, int, str]:
+    """Name, offset and what of "name/what" or "name/offset/what"; names have no slash."""
+    parts = key.split("/")
+    return parts[0], int(parts[1]) if len(parts) > 2 else 0, parts[-1]
+
+
+def kept_of(state: State, name: str, what: str) -> list[tuple[int, Row]]:
+    """What a rank keeps of a parameter, each piece with its offset."""
+    found = []
+    for key, value in state.items():
+        owner, offset, kind = parse_kept(key)
+        if (owner, kind) == (name, what):
+            found.append((offset, value.double().flatten().numpy()))
+    return found
+
+
+def sum_of_rows(pieces: Sequence[Sequence[tuple[int, Row]]]) -> Row:
+    """The sum over ranks of pieces of a row."""
+    every = [piece for own in pieces for piece in own]
+    row = np.zeros(max((offset + values.size for offset, values in every), default=0))
+    for offset, values in every:
+        row[offset : offset + values.size] += values
+    return row
 
 
 # Adasum.

@@ -10,6 +10,7 @@ two magnitudes differ in the last bit would otherwise make all further steps dif
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,7 +39,11 @@ from headway.verification.exchange_reference import (
     ExpectedExchange,
     Row,
     expected_exchange,
+    is_rounded,
+    kept_of,
     node_residuals,
+    parse_kept,
+    sum_of_rows,
 )
 from headway.verification.recording import Recording, VerifyJob, build_training_state
 from headway.verification.reference import find_draws, gradients_of
@@ -105,11 +110,14 @@ class _Replay:
             for _ in range(count)
         ]
         self._states: list[dict[str, Tensor]] = [{} for _ in exchanges]
+        # Counted here: a compressor that does not count would draw the same numbers for ever.
+        self._compressed: Counter[str] = Counter()
 
     def run(self) -> None:
         """All steps that were recorded to their end."""
         count, made = self._job.count(self._recipe), self._recorded.complete_steps
         self._replay(min(count, made))
+        self._compare_checkpoint(min(count, made))
         if made < count and not self._recorded.ended:
             # That the run has no such step is a difference.
             self.expected.put(f"{made + 1}/loss/loss", torch.zeros((), dtype=torch.float64))
@@ -220,16 +228,21 @@ class _Replay:
         """Compare all buckets of a step, and give the replicas what came out of them."""
         seen: list[set[str]] = [set() for _ in self._exchanges]
         sums: list[dict[str, Tensor]] = [{} for _ in self._replicas]
-        used = self._used()
+        made = self._made()
+        compressed: set[str] = set()
         for bucket in self._buckets(step):
             for rank in bucket.ranks:
                 self._check_once(step, bucket, rank, seen[rank])
             outs = self._bucket(bucket, samples, own)
+            if not is_rounded(bucket.compress):
+                compressed |= set(bucket.names)
             if self._replicated:
+                used = set().union(*(made[rank] for rank in bucket.ranks))
                 for rank, out in zip(bucket.ranks, outs, strict=True):
                     sums[rank] |= {n: r for n, r in _rows(bucket, out) if n in used}
+        self._compressed.update(compressed)
         self._states = [
-            {**before, **_state_of(exchange, step)}
+            _state_after(before, exchange, step)
             for before, exchange in zip(self._states, self._exchanges, strict=True)
         ]
         if self._replicated:
@@ -243,14 +256,12 @@ class _Replay:
                 given = self._recorded.tensors.get(f"{step}/{kind}/{name}")
                 parameter.grad = None if given is None else given.clone()
 
-    def _used(self) -> set[str]:
-        """Parameters for which some rank has a gradient."""
-        return {
-            name
+    def _made(self) -> list[set[str]]:
+        """Of each replica the parameters that have a gradient."""
+        return [
+            {name for name, p in replica.model.named_parameters() if p.grad is not None}
             for replica in self._replicas
-            for name, parameter in replica.model.named_parameters()
-            if parameter.grad is not None
-        }
+        ]
 
     def _buckets(self, step: int) -> Iterator[RecordedBucket]:
         """Each bucket of a step once for the ranks that exchange it."""
@@ -282,6 +293,7 @@ class _Replay:
                 )
         outs = [tensors[f"{bucket.key}/out"] for tensors in recorded]
         if self._replicated:
+            self._check_members(bucket)
             self._compare_shares(bucket, samples, own)
         if not all(bool(tensors[f"{bucket.key}/in"].isfinite().all()) for tensors in recorded):
             return outs  # no compressor has a law for these; the shares are wrong already
@@ -291,16 +303,37 @@ class _Replay:
             before=[self._states[rank] for rank in bucket.ranks],
             after=[_state_of(self._exchanges[rank], bucket.step) for rank in bucket.ranks],
             seed=self._recipe.seed,
-            steps=self._steps_before(bucket),
+            steps=max(self._compressed[name] for name in bucket.names),
             reduce=self._plan.exchange.reduce,
             hierarchical=self._plan.exchange.collective == "hierarchical",
         )
         self._compare_sums(inputs, expected_exchange(inputs), outs)
         return outs
 
-    def _steps_before(self, bucket: RecordedBucket) -> int:
-        known = self._states[bucket.ranks[0]]
-        return max((int(known.get(f"{name}/step", 0)) for name in bucket.names), default=0)
+    def _check_members(self, bucket: RecordedBucket) -> None:
+        """Who exchanges a bucket, with what weight, and by which compressor, is the plan's choice.
+
+        Raises:
+            NotEqual: It is another one.
+        """
+        plan, exchange = self._plan, self._plan.exchange
+        for name in bucket.names:
+            part = exchange.part(name)
+            groups = part.ranks if part and part.ranks else (tuple(range(plan.ranks)),)
+            ranks = next(tuple(sorted(g)) for g in groups if bucket.ranks[0] in g)
+            weight = plan.ranks / len(ranks) if exchange.reduce == "mean" else 1.0
+            compress = part.compress if part and part.compress else exchange.compress
+            for what, wanted, found in (
+                ("ranks", ranks, bucket.ranks),
+                ("weight", weight, bucket.weight),
+                ("compressor", bucket.compress if compress == "auto" else compress,
+                 bucket.compress),
+            ):  # fmt: skip
+                if wanted != found:
+                    raise NotEqual(
+                        f"the gradient of {name} is exchanged with {what} {found}, not {wanted}",
+                        where=f"step {bucket.step}, share {name} of rank {bucket.ranks[0]}",
+                    )
 
     # -- comparisons -----------------------------------------------------------------------------
 
@@ -361,6 +394,23 @@ class _Replay:
                 if name in after:
                     self.given.put(key, after[name].double().flatten())
 
+    def _compare_checkpoint(self, step: int) -> None:
+        """A checkpoint holds the sum of what the ranks keep back; taken up, it is that again."""
+        for key in self._exchanges[0].saved:
+            name, offset, what = parse_kept(key)
+            if what not in ("residual", "server") or offset:
+                continue
+            label = f"{step}/residual/{name}/{what}"
+            before = [kept_of(state, name, what) for state in self._states]
+            restored = [kept_of(other.restored, name, what) for other in self._exchanges]
+            expected = torch.from_numpy(sum_of_rows(before))
+            self.expected.put(f"{label} in a checkpoint", expected)
+            self.given.put(
+                f"{label} in a checkpoint", self._exchanges[0].saved[key].double().flatten()
+            )
+            self.expected.put(f"{label} taken up from a checkpoint", expected)
+            self.given.put(f"{label} taken up from a checkpoint", sum_of_rows(restored))
+
     def _compare_feedback(self, inputs: BucketInputs, out: Tensor, start: str) -> None:
         """What was sent and what is kept back are all gradients, whatever the directions."""
         total = np.sum(inputs.rows, 0)
@@ -391,6 +441,15 @@ def _state_of(exchange: RecordedExchange, step: int) -> dict[str, Tensor]:
         if bucket.step == step:
             found |= exchange.state(bucket)
     return found
+
+
+def _state_after(
+    before: Mapping[str, Tensor], exchange: RecordedExchange, step: int
+) -> dict[str, Tensor]:
+    """The same with that of earlier steps, where a parameter had no part in this one."""
+    names = {name for b in exchange.buckets if b.step == step for name in b.names}
+    left = {key: value for key, value in before.items() if parse_kept(key)[0] not in names}
+    return left | _state_of(exchange, step)
 
 
 def _rows(bucket: RecordedBucket, row: Tensor) -> Iterator[tuple[str, Tensor]]:
