@@ -16,11 +16,12 @@ import socket
 import struct
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -56,8 +57,21 @@ def receive_exactly(link: socket.socket, memory: memoryview) -> bool:
     return True
 
 
-# Calls that have not said enough: of more, the oldest is turned away.
+# Calls that have not said enough; of more, one is turned away.
 _MOST_CALLS = 256
+
+
+Caller = TypeVar("Caller")
+
+
+def least_welcome(callers: Sequence[Caller], addresses: Sequence[str]) -> Caller:
+    """Who is turned away where too many wait: the oldest of the address that most come from.
+
+    Args:
+        callers: In the order of their calls, each with its address.
+    """
+    most = Counter(addresses).most_common(1)[0][0]
+    return callers[addresses.index(most)]
 
 
 def accept_calls(
@@ -70,7 +84,7 @@ def accept_calls(
     """
     server.setblocking(False)
     # In the order of their calls.
-    calls: dict[socket.socket, tuple[bytearray, float]] = {}
+    calls: dict[socket.socket, tuple[bytearray, float, str]] = {}
     with selectors.DefaultSelector() as selector:
         selector.register(server, selectors.EVENT_READ)
 
@@ -83,14 +97,14 @@ def accept_calls(
             while (left := deadline - time.monotonic()) > 0:
                 ready = [key.fileobj for key, _ in selector.select(min(left, CALL_SECONDS / 5))]
                 now = time.monotonic()
-                for late in [link for link, (_, until) in calls.items() if now > until]:
+                for late in [link for link, (_, until, _) in calls.items() if now > until]:
                     turn_away(late)
                 for link in ready:
                     if link is server:
                         with suppress(OSError):
-                            called, _ = server.accept()
+                            called, address = server.accept()
                             called.setblocking(False)
-                            calls[called] = bytearray(), now + CALL_SECONDS
+                            calls[called] = bytearray(), now + CALL_SECONDS, str(address[0])
                             selector.register(called, selectors.EVENT_READ)
                     elif isinstance(link, socket.socket) and link in calls:
                         said = calls[link][0]
@@ -109,7 +123,7 @@ def accept_calls(
                             link.settimeout(CALL_SECONDS)
                             yield link, bytes(said)
                 if len(calls) > _MOST_CALLS:
-                    turn_away(next(iter(calls)))
+                    turn_away(least_welcome([*calls], [where for _, _, where in calls.values()]))
         finally:
             for stranger in calls:
                 stranger.close()

@@ -1,8 +1,8 @@
 """Rendezvous: all ranks meet in a fresh store that rank 0 opens.
 
 On one machine the stores are files in the launcher's private directory, which nobody else can read.
-For several machines they are torch's TCPStores, which ask nobody who he is: rank 0's listens at
-one address only, and what is written here is signed with the secret of the job.
+For several machines rank 0 answers those who know the secret of the job (`job_store`), at one
+address only. The store of torch's agents asks nobody who he is: what is written here is signed.
 
 No key of an earlier attempt is ever trusted. torch's agents keep one store over all restarts of
 their workers, so the addresses that a dead attempt left there would be used again (torch 2.13: a
@@ -18,7 +18,7 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,6 +36,7 @@ from headway.channel.rendezvous import interface_address
 from headway.documents import parse_json
 from headway.errors import Stalled, UsageError
 from headway.run.distributed.failure_record import name_ranks
+from headway.run.distributed.job_store import CONNECT_SECONDS, call_job_store, host_job_store
 from headway.run.distributed.launch_env import LOOPBACK, LaunchEnv
 
 _VERDICT = "headway/verdict"
@@ -75,7 +76,7 @@ def join_rendezvous(place: LaunchEnv, seconds: float, notice: str = "") -> Rende
     if place.rank == 0:
         return _gather(place, seconds, deadline, notice)
     asks = place.agent_store or place.meeting
-    found = _invitations(place, deadline) if asks else _encounters(place, deadline)
+    found = _invitations(place, deadline) if asks else _encounters(place, deadline, _connect)
     for store in found:
         # A count above one: this process reported here before, so it is the store of an old world.
         if store.add(_key("arrived", place.rank), 1) > 1:
@@ -197,17 +198,41 @@ def _open_store(place: LaunchEnv, *, agreed: bool) -> tuple[Store, str]:
         return FileStore(path), path
     server, address = _listen_patiently(place, agreed=agreed)
     port = server.getsockname()[1]
-    store = TCPStore(
-        address,
-        port,
-        is_master=True,
-        timeout=timedelta(seconds=_PATIENCE_SECONDS),
-        # Else torch waits here for all clients, and nobody could say who is missing.
-        wait_for_workers=False,
-        # Torch's own socket would listen on all interfaces.
-        master_listen_fd=server.detach(),
-    )
-    return store, f"{address} {port}"
+    return host_job_store(server, _PATIENCE_SECONDS), f"{address} {port}"
+
+
+def open_torch_store(place: LaunchEnv, store: Store) -> Store:
+    """A TCPStore of torch's at rank 0, which the others find through the job's; collective.
+
+    For NCCL, whose threads ask their store for as long as they live, without Python.
+
+    Raises:
+        Stalled: Rank 0 does not open it in time, or cannot be reached there.
+    """
+    key = _key("torch", "store")
+    if place.rank == 0:
+        server, address = listen(place)
+        port = server.getsockname()[1]
+        made = TCPStore(
+            address,
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=_PATIENCE_SECONDS),
+            # Else torch waits here for all clients, and nobody could say who is missing.
+            wait_for_workers=False,
+            # Torch's own socket would listen on all interfaces.
+            master_listen_fd=server.detach(),
+        )
+        _write(store, key, f"{address} {port}")
+        return made
+    for _ in _polls(time.monotonic() + CONNECT_SECONDS):
+        text = _read(store, key)
+        if text is not None:
+            address, _, port_ = text.partition(" ")
+            found = _connect_torch(address, int(port_))
+            if found is not None:
+                return found
+    raise _unreachable("torch's store at rank 0 cannot be reached", place)
 
 
 def _listen_patiently(place: LaunchEnv, *, agreed: bool) -> tuple[socket.socket, str]:
@@ -257,16 +282,23 @@ def _invitations(place: LaunchEnv, deadline: float) -> Iterator[Store]:
         raise _unreachable(f"rank 0 listens at {address}, but cannot be reached there", place)
 
 
-def _encounters(place: LaunchEnv, deadline: float) -> Iterator[TCPStore]:
+def _encounters(
+    place: LaunchEnv, deadline: float, connect: Callable[[str, int], Store | None]
+) -> Iterator[Store]:
     """The store at the agreed address, as soon as somebody listens there."""
     for _ in _polls(deadline):
-        store = _connect(_master(place), place.master_port)
+        store = connect(_master(place), place.master_port)
         if store is not None:
             yield store
 
 
-def _connect(host: str, port: int) -> TCPStore | None:
-    """A client of the store at an address; None where nobody listens."""
+def _connect(host: str, port: int) -> Store | None:
+    """The job's store at an address; None where nobody listens."""
+    return call_job_store(host, port, _PATIENCE_SECONDS)
+
+
+def _connect_torch(host: str, port: int) -> TCPStore | None:
+    """A client of torch's store at an address; None where nobody listens."""
     # A plain connection first: torch's client would retry for a long time and fill the terminal.
     with suppress(OSError, DistNetworkError, DistStoreError):
         socket.create_connection((host, port), timeout=_PROBE_SECONDS).close()
@@ -304,7 +336,7 @@ def _agent_store(place: LaunchEnv, deadline: float) -> Store:
     """The store that all ranks know from their launcher: its file, or its agent's."""
     if place.meeting is not None:
         return FileStore(str(place.meeting))
-    for store in _encounters(place, deadline):
+    for store in _encounters(place, deadline, _connect_torch):
         return store
     address = f"{place.master_address}:{place.master_port}"
     raise _unreachable(f"nobody answers at {address} (MASTER_ADDR, MASTER_PORT)", place)

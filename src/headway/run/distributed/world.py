@@ -50,8 +50,9 @@ from headway.run.distributed.heartbeat import (
     RankFailure,
     connect_heartbeat,
 )
+from headway.run.distributed.job_store import JobStore
 from headway.run.distributed.launch_env import HEARTBEAT_TIMEOUT_SECONDS, LaunchEnv
-from headway.run.distributed.rendezvous import join_rendezvous, listen
+from headway.run.distributed.rendezvous import join_rendezvous, listen, open_torch_store
 
 
 def open_sockets() -> dict[int, str]:
@@ -478,6 +479,8 @@ class World:
         if self.device.type == "cuda":
             # NCCL makes its communicators, and `all_gather_object` its tensors, on this device.
             torch.cuda.set_device(self.device)
+            if isinstance(store, JobStore):
+                store = open_torch_store(self.place, store)
         # The prefix keeps torch's keys apart from those of the meeting and of the goodbye.
         with deaf_afterwards():
             dist.init_process_group(
