@@ -40,7 +40,7 @@ test-mutations: $(STAMP)  ## `headway verify` with each of the planted bugs, as 
 
 test-fuzz: $(STAMP)  ## 5,000 damaged or crafted inputs for every parser and every port
 	@$(BIN)/python -m pytest --all-cases -n auto --maxprocesses 4 tests/pure/test_fuzz_files.py \
-	  tests/single/test_fuzz_messages.py tests/emulated/test_strangers.py
+	  tests/single/test_fuzz_messages.py tests/single/test_job_store.py tests/emulated/test_strangers.py
 
 check: $(STAMP)  ## format, lint, types, direction of the imports
 	$(BIN)/ruff check

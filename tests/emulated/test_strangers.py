@@ -46,7 +46,7 @@ class Payload:
 def crafted(path: Path) -> list[bytes]:
     """For the heartbeat, the backend and channels, torch's store, Gloo; pickles; HTTP."""
     hello = encode({**HELLO, "started": "1"})
-    key = b"groups/left/0"
+    key = b"/headway/verdict"
     return [
         b"",
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -56,7 +56,7 @@ def crafted(path: Path) -> list[bytes]:
         b"0" * 32 + b"\n" + b"f" * 32 + b" failed=gone\n",
         b"f" * 32 + struct.pack("<I", 1),
         struct.pack("<IIQ", 0x68770001, 3, 2**40),
-        struct.pack("<BI", 9, 0x3C85F7CE) + struct.pack("<BQ", 0, len(key)) + key,
+        struct.pack("<BI", 0, 0x3C85F7CE) + struct.pack("<BQ", 8, len(key)) + key,
         struct.pack("<Q", 0),
         struct.pack("<Q", 1),
         struct.pack("<QQQQ", 1, 2**40, 0, 3),

@@ -102,8 +102,9 @@ def test_a_store_that_nobody_holds_ends():
 
 
 def of_torch(command: int, key: bytes, value: bytes = b"") -> bytes:
-    """As a client of a TCPStore speaks: it validates itself, then asks."""
-    text = struct.pack("<BI", 9, 0x3C85F7CE) + struct.pack("<BQ", command, len(key)) + key
+    """As a client of a TCPStore speaks, which puts a stroke before all keys."""
+    key = b"/" + key
+    text = struct.pack("<BI", 0, 0x3C85F7CE) + struct.pack("<BQ", command, len(key)) + key
     return text + struct.pack("<Q", len(value)) + value
 
 
@@ -184,13 +185,15 @@ def test_ranks_meet_while_a_stranger_rewrites_every_key():
 
     with ThreadPoolExecutor(3) as pool:
         attacked = pool.submit(attack)
-        met = [pool.submit(join_rendezvous, place, patient(10), "hello") for place in places[:1]]
-        deadline = time.monotonic() + patient(10)
-        while len(said) < 36 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        met.append(pool.submit(join_rendezvous, places[1], patient(10), ""))
-        results = [each.result() for each in met]
-        over.set()
+        try:
+            met = [pool.submit(join_rendezvous, places[0], patient(10), "hello")]
+            deadline = time.monotonic() + patient(10)
+            while len(said) < 36 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            met.append(pool.submit(join_rendezvous, places[1], patient(10), ""))
+            results = [each.result() for each in met]
+        finally:
+            over.set()
         attacked.result()
     assert len(said) >= 36
     assert [result.notice for result in results] == ["hello", "hello"]
