@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -10,10 +11,12 @@ import tempfile
 import time
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from headway.errors import DataError, Stalled, UsageError, WorkerFailed
+from headway.launch.agent_processes import WorkerProcess
 from headway.launch.local import launch_local
 from headway.launch.restart_policy import RestartPolicy
 from headway.launch.worker import run_rank_here
@@ -110,6 +113,11 @@ def test_an_end_with_status_0_that_python_does_not_see_is_no_kill():
     assert caught.value.where == "rank 1"
 
 
+def test_ranks_that_all_end_so_are_not_waited_for():
+    with pytest.raises(WorkerFailed, match="ended with exit code 0 and left no error"):
+        launch(entries.all_leave_by_c, on_restart=lambda *_: pytest.fail("restarted"))
+
+
 def test_collectives_that_differ_are_named_after_one_restart():
     restarts: list[str] = []
     with pytest.raises(WorkerFailed) as caught:
@@ -166,6 +174,61 @@ def test_a_killed_worker_is_replaced(tmp_path, victim):
     recovery = result.results[0]["first"] - float((tmp_path / "killed").read_text())
     print(f"from the kill to the first exchange of the next attempt: {recovery:.2f} s")
     assert recovery < 15  # 0.6 s on two idle cores; the tests may share them
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_kill_before_a_worker_has_read_what_to_do(monkeypatch, victim):
+    """multiprocessing finds a closed pipe where it sends the worker its arguments."""
+    start, made, told = WorkerProcess.start, [], []
+
+    def start_or_not(worker):
+        made.append(worker)
+        if len(made) - 1 == victim:
+            raise BrokenPipeError
+        start(worker)
+
+    monkeypatch.setattr(WorkerProcess, "start", start_or_not)
+    monkeypatch.setattr("headway.launch.local._DEATH_SECONDS", 0.1)
+    result = launch(entries.alone, on_restart=lambda *words: told.append(words))
+    assert told == [(1, "a worker was killed before it began")]
+    assert result.attempts == 2
+
+
+def test_a_signal_while_the_agent_makes_its_files_leaves_none(monkeypatch, tmp_path):
+    """Files for tracebacks, which torch makes and deletes before it starts a worker."""
+    get_temp_dir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    made = []
+
+    def interrupted(path):
+        made.append(path)
+        raise KeyboardInterrupt
+
+    torch = importlib.import_module("torch.multiprocessing.spawn")
+    monkeypatch.setattr(torch, "os", SimpleNamespace(unlink=interrupted, environ=os.environ))
+    assert launch(entries.alone).stopped_by == "SIGINT"
+    assert made
+    assert "pytorch-errorfile-" in made[0]
+    assert list(tmp_path.iterdir()) == []
+    assert tempfile.gettempdir() == str(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_kill_of_the_forkserver_ends_its_workers_and_restarts_all(tmp_path):
+    told: list[tuple[int, str]] = []
+    result = launch(
+        entries.forkserver_killed, str(tmp_path), on_restart=lambda *words: told.append(words)
+    )
+    assert result.results == [1, 1]
+    assert told == [(1, "the process that forks the workers was killed")]
+    for path in tmp_path.glob("pid-*"):
+        assert_gone(int(path.read_text()))
+
+
+def test_a_worker_that_stands_still_where_no_heartbeat_runs_is_named(monkeypatch):
+    monkeypatch.setattr("headway.launch.agent_processes._LOOK_SECONDS", 0.1)
+    with pytest.raises(Stalled, match="rank 1 has stood still for 0 s"):
+        launch(entries.stand_still, stopped_seconds=0.2)
 
 
 @pytest.mark.slow

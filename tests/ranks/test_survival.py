@@ -7,6 +7,7 @@ number of processes.
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import time
@@ -322,6 +323,7 @@ def test_a_hang_is_named_after_the_time_out(tmp_path):
     )  # fmt: skip
     assert done.code == 5, done.err
     assert "rank 1 did not come" in done.err
+    assert re.search(r"rank 1: .*, at .*recipes\.py:\d+ \(forward\), for \d+ s", done.err), done.err
     assert none_left(tmp_path / "run")
 
 

@@ -20,7 +20,10 @@ from headway.errors import (
     UsageError,
     WorkerFailed,
 )
+from headway.launch import local
+from headway.launch.agent_processes import SILENT
 from headway.launch.restart_policy import AttemptFacts, RestartPolicy, Stop, explain_deaths
+from headway.launch.worker import Job
 from headway.run.distributed.failure_record import (
     FailureRecord,
     describe_failure,
@@ -124,6 +127,46 @@ def test_the_root_cause_is_the_first_primary_record():
     assert root_cause([late, early, twin]) is twin
     assert root_cause([lost]) is None
     assert root_cause([]) is None
+
+
+def test_a_run_directory_that_was_deleted_is_not_made_again(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        write_failure(tmp_path / "run", describe_failure(1, 3, WorkerFailed("bad")))
+    assert not (tmp_path / "run").exists()
+
+
+# -- what an attempt leaves ----------------------------------------------------------------------
+
+
+def ending(outbox, statuses, **notes: str):
+    job = Job(
+        entry="", arguments=(), outbox=outbox, directory=None, attempt=3, threads=1, environment={}
+    )
+    for name, text in notes.items():
+        (outbox / name.replace("_", "-")).write_text(text)
+    return local._ending(job, 2, statuses, {}, None)
+
+
+@pytest.mark.parametrize("death", ["before", "after", "never"])
+def test_silence_is_the_cause_only_where_nobody_had_died(tmp_path, death):
+    """After a verdict the silent rank is killed, which is not the cause; before it, it is."""
+    record = describe_failure(0, 3, Stalled("rank 1 has sent no heartbeat for 5 s"))
+    write_failure(tmp_path, record)
+    seconds = {"before": record.time - 1, "after": record.time + 1}
+    notes = {"gone_00001": repr(seconds[death])} if death in seconds else {}
+    decision = RestartPolicy().decide([ending(tmp_path, {1: -9}, **notes)])
+    assert (decision is None) == (death == "before")
+
+
+def test_a_signal_of_the_agent_after_a_death_does_not_stop_the_job(tmp_path):
+    """Rank 1 was killed at its end; the agent sent SIGTERM to rank 0, which was done."""
+    facts = ending(tmp_path, {1: -9}, stopped_00000="SIGTERM", result_00000="N.")
+    assert facts.stop is None
+    assert RestartPolicy().decide([facts]) is None
+
+
+def test_an_end_without_a_report_is_one_with_status_0(tmp_path):
+    assert ending(tmp_path, {1: SILENT}).deaths == {1: 0}
 
 
 # -- policy --------------------------------------------------------------------------------------

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import selectors
 import socket
+import subprocess
+import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -18,6 +21,7 @@ from headway.run.distributed.heartbeat import (
     ProcessIdentity,
     RankFailure,
     _facts,
+    _thread_states,
     connect_heartbeat,
     machine_naming,
     name_rank_machines,
@@ -44,6 +48,13 @@ def pair():
     yield peer, far
     for thing in (server, far, near):
         thing.close()
+
+
+def wait_until(holds, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return holds()
 
 
 # -- the evidence --------------------------------------------------------------------------------
@@ -83,6 +94,8 @@ def test_a_process_of_this_machine_that_computes_is_busy(pair, monkeypatch):
     peer, _ = pair
     facts = _facts(os.getpid())
     assert facts[0] == "R"
+    states = ["S", "S"]
+    monkeypatch.setattr("headway.run.distributed.heartbeat._thread_states", lambda pid: states)
     monkeypatch.setattr(
         "headway.run.distributed.heartbeat._facts", lambda pid: ("S", _facts(pid)[1], facts[2])
     )
@@ -94,10 +107,9 @@ def test_a_process_of_this_machine_that_computes_is_busy(pair, monkeypatch):
         pass
     assert not peer.overdue(106.0, 5.0, HERE.machine)  # 0.9 s of computing in two
     assert peer.overdue(120.0, 5.0, HERE.machine)  # but not in sixteen
-    monkeypatch.setattr(
-        "headway.run.distributed.heartbeat._facts", lambda pid: ("R", 0.0, facts[2])
-    )
-    assert not peer.overdue(120.0, 5.0, HERE.machine)  # it waits for a core
+    states[1] = "R"
+    assert not peer.overdue(120.0, 5.0, HERE.machine)  # one of its threads waits for a core
+    states[1] = "T"
     monkeypatch.setattr(
         "headway.run.distributed.heartbeat._facts", lambda pid: ("T", 0.0, facts[2])
     )
@@ -105,6 +117,85 @@ def test_a_process_of_this_machine_that_computes_is_busy(pair, monkeypatch):
     assert peer.is_here(HERE.machine)
     peer.identity = replace(HERE, started="0")  # another process of the same number
     assert not peer.is_here(HERE.machine)
+
+
+def test_who_is_stopped_while_it_prepares_is_not_excused(pair, monkeypatch):
+    peer, _ = pair
+    peer.identity = HERE
+    peer.take_beat({"preparing": "1"}, 100.0)
+    monkeypatch.setattr("headway.run.distributed.heartbeat._thread_states", lambda pid: ["T"])
+    monkeypatch.setattr(
+        "headway.run.distributed.heartbeat._facts", lambda pid: ("T", 0.0, HERE.started)
+    )
+    assert peer.overdue(105.1, 5.0, HERE.machine)
+
+
+def test_the_threads_of_a_process_are_looked_at():
+    over = threading.Event()
+    threading.Thread(target=over.wait, daemon=True).start()
+    states = _thread_states(os.getpid())
+    over.set()
+    assert len(states) >= 2
+    assert "R" in states
+
+
+@pytest.mark.parametrize(
+    ("machine", "kind"), [(HERE.machine, "gone"), ("another", "silent")], ids=["this", "another"]
+)
+def test_a_connection_that_closes_after_a_silence(pair, machine, kind):
+    """A kill, where the process would be seen if it were stopped; elsewhere nobody knows."""
+    peer, far = pair
+    hub = Heartbeat(replace(HERE, rank=0), listener=open_listener(), patience=5.0)
+    peer.identity = replace(HERE, machine=machine)
+    hub._peers.append(peer)
+    hub._selector.register(peer.link, selectors.EVENT_READ, peer)
+    far.close()
+    hub._hear(peer, peer.heard + 4.5)
+    assert hub.loss is not None
+    assert hub.loss.kind == kind
+    hub._close()
+
+
+def test_a_process_that_has_ended_is_not_silent_though_its_connection_is_open(pair):
+    peer, _ = pair
+    hub = Heartbeat(replace(HERE, rank=0), listener=open_listener(), patience=5.0)
+    child = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    peer.identity = replace(HERE, pid=child.pid, started=_facts(child.pid)[2])
+    hub._peers.append(peer)
+    hub._selector.register(peer.link, selectors.EVENT_READ, peer)
+    hub._check_silence(peer.heard + 5.5)
+    assert hub.loss is not None
+    assert hub.loss.kind == "gone"
+    assert child.wait() == 0
+    hub._close()
+
+
+def test_who_stood_still_itself_takes_a_closed_connection_for_a_death(monkeypatch):
+    """The silence before it is its own."""
+    listener = open_listener()
+    hub = Heartbeat(OWN, listener=listener, patience=5.0)
+    second = other(listener, 1, machine="another")
+    hub.start()
+    second.start()
+    assert wait_until(lambda: len(hub._partners()) == 1)
+    select, began = hub._selector.select, time.monotonic()
+
+    def still(seconds):
+        """Six seconds pass here, in which rank 1 ends."""
+        for sock in (second._peers[0].link, second._wake, second._woken):
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        monkeypatch.setattr(time, "monotonic", lambda: began + 6.0 + real() - began)
+        monkeypatch.setattr(hub._selector, "select", select)
+        return select(seconds)
+
+    real = time.monotonic
+    monkeypatch.setattr(hub._selector, "select", still)
+    assert hub.lost.wait(5)
+    assert hub.loss is not None
+    assert hub.loss.kind == "gone"
+    second.stop()
 
 
 def test_a_machine_that_acknowledges_answers(pair):

@@ -87,6 +87,29 @@ def leave_by_c(place: LaunchEnv) -> None:
             dist.all_reduce(torch.ones(4))
 
 
+def all_leave_by_c(place: LaunchEnv) -> None:
+    """As above, on all ranks at once."""
+    ctypes.CDLL(None)._exit(0)
+
+
+def stand_still(place: LaunchEnv) -> None:
+    """Rank 1 is stopped where no heartbeat runs; rank 0 has done its work."""
+    if place.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def forkserver_killed(place: LaunchEnv, folder: str) -> int:
+    """Rank 0 of the first attempt kills the process that it was forked from."""
+    (Path(folder) / f"pid-{place.rank}-{place.attempt}").write_text(str(os.getpid()))
+    if place.attempt == 0:
+        while place.rank == 0 and not (Path(folder) / "pid-1-0").exists():
+            time.sleep(0.01)
+        if place.rank == 0:
+            os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
+    return place.attempt
+
+
 def usage(place: LaunchEnv) -> None:
     raise UsageError("asked for something impossible", fix="Ask for less.")
 

@@ -389,6 +389,7 @@ def _launch(
             first_attempt=first,
             emulated=emulated,
             on_restart=None if observer is None else observer.restarted,
+            stopped_seconds=2 * job.patience_seconds or None,
         )
     if result.killed:
         ranks = ", ".join(map(str, result.killed))

@@ -11,12 +11,16 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import signal
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.util import get_temp_dir
+from pathlib import Path
 
+from headway.launch.abandoned_files import claim, remove_abandoned
 from headway.launch.preflight import threads_for
 from headway.run.distributed.launch_env import TEMPORARY
 
@@ -24,7 +28,7 @@ from headway.run.distributed.launch_env import TEMPORARY
 MAX_FOLDER_CHARACTERS = 60
 SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 PRELOAD = (
-    "headway.launch.temporary_files",
+    "headway.launch.forkserver_process",
     "headway.launch.disable_gc",
     "torch",
     "torch.distributed",
@@ -47,12 +51,50 @@ def start_forkserver(
     modules = ["__main__", *dict.fromkeys((*PRELOAD, *preload))]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
     with short_paths():
+        remove_abandoned()
+        claim(Path(get_temp_dir()))
         variables = {
             "OMP_NUM_THREADS": str(threads_for(processes, threads)),
             TEMPORARY: get_temp_dir(),
         }
-        with restored_environment(variables):
+        # First, because it unblocks SIGINT when it starts this process.
+        resource_tracker.ensure_running()
+        with restored_environment(variables), _interrupt_blocked():
             forkserver.ensure_running()
+
+
+@contextmanager
+def _interrupt_blocked() -> Iterator[None]:
+    """Processes that are started inside do not notice Ctrl-C until they unblock it (`worker`)."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def forkserver_status(seconds: float = 0.0) -> int | None:
+    """The exit status of the forkserver (negative: a signal); None: it runs.
+
+    multiprocessing starts another one as soon as the next process is wanted.
+
+    Args:
+        seconds: Wait so long for its end.
+    """
+    # A private name: only multiprocessing itself may wait for this process, and take its status.
+    pid = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
+    deadline = time.monotonic() + seconds
+    while pid is not None:
+        try:
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # a forkserver of another process
+            return None
+        if ended is not None:
+            return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(0.01)
+    return None
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import multiprocessing
 import os
 import pickle
 import secrets
@@ -19,7 +18,7 @@ import tempfile
 import threading
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.util import get_temp_dir
@@ -28,13 +27,20 @@ from typing import Any
 
 from headway.channel.job_secret import SECRET
 from headway.checkpoint.directory import committed_steps
-from headway.errors import RunError
+from headway.errors import RunError, Stalled
+from headway.launch.agent_processes import SILENT, Workers
 from headway.launch.emulation import EmulatedCluster, PacedCluster
-from headway.launch.forkserver import gc_paused, restored_environment, start_forkserver
+from headway.launch.forkserver import (
+    forkserver_status,
+    gc_paused,
+    restored_environment,
+    start_forkserver,
+)
 from headway.launch.preflight import check_processes, threads_for
 from headway.launch.restart_policy import AttemptFacts, RestartPolicy, aborted, explain_deaths
 from headway.launch.worker import (
     Job,
+    first_death,
     has_reported,
     noted_deaths,
     noted_leaves,
@@ -42,21 +48,29 @@ from headway.launch.worker import (
     noted_stop,
     run_worker,
 )
-from headway.run.distributed.failure_record import read_failures
-from headway.run.distributed.launch_env import DEBUG, LOOPBACK
+from headway.run.distributed.failure_record import FailureRecord, read_failures
+from headway.run.distributed.launch_env import DEBUG, HEARTBEAT_TIMEOUT_SECONDS, LOOPBACK
 from headway.run.training.run_directory import RunDirectory
 
-_KILL_SECONDS = 2.0
 _MONITOR_SECONDS = 0.05
+# A pipe closes some moments before its process counts as ended.
+_DEATH_SECONDS = 1.0
 _NOISY = ("torch.distributed.elastic", "torch.multiprocessing", "torchelastic-events-null")
 
 
-def run_attempt(job: Job, processes: int, *, shutdown_seconds: float) -> AttemptFacts:
+def run_attempt(
+    job: Job,
+    processes: int,
+    *,
+    shutdown_seconds: float,
+    stopped_seconds: float | None = None,
+) -> AttemptFacts:
     """Start the workers and wait for their end.
 
     Args:
         job: For every worker; its outbox exists and is empty.
         shutdown_seconds: After a signal, kill workers that still run after this long.
+        stopped_seconds: See `Workers.stopped_ones_ended`.
 
     Raises:
         RunError: The workers could not be started.
@@ -68,7 +82,13 @@ def run_attempt(job: Job, processes: int, *, shutdown_seconds: float) -> Attempt
 
     statuses: dict[int, int] = {}
     stop: str | None = None
-    with _agent_contained(), _workers_listed() as workers, _no_child_left():
+    unborn = False
+    workers = Workers(job.outbox, job.attempt, processes)
+    with (
+        _agent_contained(),
+        workers.given_to_agent(),
+        workers.stopped_ones_ended(stopped_seconds),
+    ):
         config = _config(job, processes, shutdown_seconds)
         try:
             elastic_launch(config, run_worker)(job)
@@ -79,16 +99,26 @@ def run_attempt(job: Job, processes: int, *, shutdown_seconds: float) -> Attempt
         # Ctrl-C before the agent has installed its own handlers.
         except KeyboardInterrupt:
             stop = "SIGINT"
+        # Of multiprocessing, while it starts a worker.
         except (EOFError, ConnectionError) as error:
-            raise RunError(
-                "the workers could not be started",
-                why=f"The process that they are forked from has ended ({type(error).__name__}).",
-                fix="Its message is above: usually a module fails while it is imported.",
-            ) from error
+            status = forkserver_status(_DEATH_SECONDS)
+            if status is not None and status >= 0:
+                raise RunError(
+                    "the workers could not be started",
+                    why="The process that they are forked from has ended "
+                    f"({type(error).__name__}).",
+                    fix="Its message is above: usually a module fails while it is imported.",
+                ) from error
+            unborn = True
     # The agent tells the status of one dead worker, and not always of the first.
-    by_pid = {worker.pid: worker.exitcode for worker in workers}
+    by_pid = workers.statuses()
     own = {rank: by_pid.get(pid) for rank, pid in noted_pids(job.outbox).items()}
-    return _ending(job, processes, statuses, own, stop)
+    ending = _ending(job, processes, statuses, own, stop)
+    gone = _FORKSERVER_GONE in (*by_pid.values(), *statuses.values())
+    if forkserver_status(_DEATH_SECONDS if gone else 0) is not None:
+        # Nobody knows then how the workers ended, and those that ran have been killed here.
+        return replace(ending, deaths={}, trouble="the process that forks the workers was killed")
+    return replace(ending, trouble="a worker was killed before it began") if unborn else ending
 
 
 def _ending(
@@ -109,7 +139,9 @@ def _ending(
     silent = [rank for rank in range(processes) if not has_reported(job.outbox, rank)]
     left = noted_leaves(job.outbox)
     deaths: dict[int, int | None] = {
-        rank: status for rank, status in statuses.items() if rank in silent and rank not in left
+        rank: 0 if status == SILENT else status
+        for rank, status in statuses.items()
+        if rank in silent and rank not in left
     }
     # The siblings have seen more than the agent.
     for rank in noted_deaths(job.outbox):
@@ -119,9 +151,21 @@ def _ending(
         attempt=job.attempt,
         results=tuple(results),
         silent=tuple(silent),
-        stop=stop or noted_stop(job.outbox),
-        records=tuple(read_failures(job.outbox, job.attempt)),
+        unfinished=tuple(rank for rank in silent if rank in own),
+        # After a death the agent ends the others by a signal, which then stopped nothing.
+        stop=stop or (None if deaths else noted_stop(job.outbox)),
+        records=_caused_by(first_death(job.outbox), read_failures(job.outbox, job.attempt)),
         deaths=deaths,
+    )
+
+
+def _caused_by(death: float, records: Sequence[FailureRecord]) -> tuple[FailureRecord, ...]:
+    """The records of an attempt; the silence of a rank that was dead by then is no cause."""
+    return tuple(
+        replace(record, secondary=True)
+        if record.kind == Stalled.__name__ and death < record.time
+        else record
+        for record in records
     )
 
 
@@ -131,24 +175,6 @@ _FORKSERVER_GONE = 255
 def _known(status: int | None) -> int | None:
     """None for what multiprocessing reports where nobody is left who knows the status."""
     return None if status == _FORKSERVER_GONE else status
-
-
-@contextmanager
-def _workers_listed() -> Iterator[list[Any]]:
-    """Yields a list of the processes that torch's agent starts inside; it grows."""
-    context = multiprocessing.get_context("forkserver")
-    make, made = context.Process, list[Any]()
-
-    def make_listed(*args: Any, **kwargs: Any) -> Any:
-        made.append(make(*args, **kwargs))
-        return made[-1]
-
-    # Of this one context object, which the agent asks for by the same name.
-    vars(context)["Process"] = make_listed
-    try:
-        yield made
-    finally:
-        del vars(context)["Process"]
 
 
 def _result(outbox: Path, rank: int) -> Any:
@@ -224,24 +250,9 @@ def _quiet(name: str) -> Iterator[None]:
         logger.removeHandler(silence)
 
 
-@contextmanager
-def _no_child_left() -> Iterator[None]:
-    # The agent loses workers when a signal arrives in the middle of their start.
-    before = {child.pid for child in multiprocessing.active_children()}
-    try:
-        yield
-    finally:
-        left = [c for c in multiprocessing.active_children() if c.pid not in before]
-        for child in left:
-            child.terminate()
-        for child in left:
-            child.join(_KILL_SECONDS)
-            if child.is_alive():
-                child.kill()
-                child.join()
-
-
 SHUTDOWN_SECONDS = 30.0
+STOPPED_SECONDS = 2 * HEARTBEAT_TIMEOUT_SECONDS
+"""The heartbeat, where one runs, is the first to notice a stopped worker."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,6 +284,7 @@ def launch_local(
     emulated: EmulatedCluster | PacedCluster | None = None,
     on_restart: Callable[[int, str], None] | None = None,
     shutdown_seconds: float = SHUTDOWN_SECONDS,
+    stopped_seconds: float | None = STOPPED_SECONDS,
 ) -> LaunchResult:
     """Run entry(place, *arguments) in `processes` workers; restart them as the policy decides.
 
@@ -285,6 +297,7 @@ def launch_local(
         threads: Of each worker; None: OMP_NUM_THREADS, or its share of the cores.
         first_attempt: Number of the first attempt (a resumed run goes on counting).
         on_restart: Called before a restart with the number of the new attempt and the reason.
+        stopped_seconds: Kill a worker that stands still (SIGSTOP) for so long; None: never.
 
     Returns:
         The results, also after an orderly stop by a signal (SIGTERM, Ctrl-C).
@@ -296,7 +309,6 @@ def launch_local(
     """
     for text in check_processes(processes):
         warnings.warn(text, stacklevel=2)
-    start_forkserver(processes, preload, threads)
     history: list[AttemptFacts] = []
     environment = dict(os.environ)
     with tempfile.TemporaryDirectory(
@@ -322,7 +334,14 @@ def launch_local(
                 emulated=emulated,
             )
             before = newest_checkpoint(directory)
-            ending = run_attempt(job, processes, shutdown_seconds=shutdown_seconds)
+            # Again, as it may have been killed.
+            start_forkserver(processes, preload, threads)
+            ending = run_attempt(
+                job,
+                processes,
+                shutdown_seconds=shutdown_seconds,
+                stopped_seconds=stopped_seconds,
+            )
             history.append(
                 replace(ending, progress_before=before, progress_after=newest_checkpoint(directory))
             )
@@ -349,7 +368,7 @@ def _judge(history: list[AttemptFacts], policy: RestartPolicy) -> LaunchResult |
         results=list(last.results),
         stopped_by=last.stop,
         attempts=len(history),
-        killed=last.silent,
+        killed=last.unfinished,
     )
 
 

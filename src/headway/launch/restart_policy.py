@@ -22,15 +22,19 @@ class AttemptFacts:
     Attributes:
         results: What the entry returned, by rank; None where a rank returned nothing.
         silent: Ranks that left neither a result nor a failure.
+        unfinished: Those of them that had begun.
         deaths: Ranks that ended without a report -> exit status where known (negative: a signal).
+        trouble: What ended the attempt, if it was none of the ranks; a sentence without its dot.
         progress_before: The newest checkpoint (its step) when the attempt began; -1: none.
     """
 
     attempt: int
     results: tuple[Any, ...] = ()
     silent: tuple[int, ...] = ()
+    unfinished: tuple[int, ...] = ()
     records: tuple[FailureRecord, ...] = ()
     deaths: Mapping[int, int | None] = field(default_factory=dict)
+    trouble: str = ""
     progress_before: int = -1
     progress_after: int = -1
     stop: str | None = None
@@ -108,6 +112,8 @@ class RestartPolicy:
 
 def explain_deaths(facts: AttemptFacts) -> str:
     """One sentence: which rank died, and by which signal."""
+    if facts.trouble:
+        return facts.trouble
     known = {rank: status for rank, status in facts.deaths.items() if status is not None}
     for rank, status in sorted(known.items()):
         how = "crashed with" if status in _OWN else "was killed by"

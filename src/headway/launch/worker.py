@@ -9,6 +9,7 @@ then it is ended, even in the middle of slow user code.
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import pickle
@@ -88,8 +89,18 @@ def noted_leaves(outbox: Path) -> set[int]:
 
 def noted_deaths(outbox: Path) -> list[int]:
     """Ranks that ended without a report, in the order of their deaths."""
-    notes = [(float(p.read_text()), int(p.name.partition("-")[2])) for p in outbox.glob("gone-*")]
-    return [rank for _, rank in sorted(notes)]
+    return [rank for _, rank in _death_notes(outbox)]
+
+
+def first_death(outbox: Path) -> float:
+    """When a rank first ended without a report, in Unix seconds; infinity: none did."""
+    return min((seconds for seconds, _ in _death_notes(outbox)), default=math.inf)
+
+
+def _death_notes(outbox: Path) -> list[tuple[float, int]]:
+    return sorted(
+        (float(p.read_text()), int(p.name.partition("-")[2])) for p in outbox.glob("gone-*")
+    )
 
 
 def noted_stop(outbox: Path) -> str | None:
@@ -198,6 +209,7 @@ def run_worker(job: Job) -> None:
     # loading processes never see it, so that the last step and the checkpoint can be finished.
     with contextlib.suppress(OSError):
         os.setsid()
+    _unblock_signals()
     _set_environment(job)
     # A forkserver's children would start their own data-loading processes by it: without the
     # user's modules and state. The platform's default is the first of the list.
@@ -208,6 +220,7 @@ def run_worker(job: Job) -> None:
     watch_others(job.outbox, place)
     with _signals_noticed() as signals, _exits_reported(ending):
         try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             import torch  # here, where its failure is this rank's error
             import torch.distributed as dist
 
@@ -227,6 +240,14 @@ def run_worker(job: Job) -> None:
         if stopped_by or signals():
             # The agent is ending its workers: it will not come to collect a return value.
             end_process(STOPPED)
+
+
+def _unblock_signals() -> None:
+    """Let signals end this worker; the forkserver, whose handlers it has, outlives them."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup
+            signal.signal(number, signal.SIG_DFL)
 
 
 def run_rank_here(

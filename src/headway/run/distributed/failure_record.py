@@ -131,10 +131,11 @@ def write_failure(directory: Path, record: FailureRecord) -> None:
     """Write a record to DIRECTORY/failures.
 
     Raises:
-        OSError: The disk is full or the directory cannot be written.
+        OSError: The disk is full, or there is no such directory (any more).
     """
     folder = directory / FAILURES_FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
+    # Without its parents: a run directory that was deleted is not made again.
+    folder.mkdir(exist_ok=True)
     path = folder / f"attempt-{record.attempt}-rank-{record.rank:05d}.json"
     aside = path.with_suffix(".partial")
     aside.write_text(json.dumps(asdict(record), indent=1), encoding="utf-8")

@@ -35,7 +35,11 @@ from headway.channel.job_secret import job_secret, sign
 from headway.errors import HeadwayError, PeerLost, Stalled
 from headway.run.distributed.failure_record import mark_as_job_error, name_ranks
 from headway.run.distributed.heartbeat_message import LineError, SignedLines, clip, number, seconds
-from headway.run.distributed.launch_env import HEARTBEAT_TIMEOUT_SECONDS, LaunchEnv
+from headway.run.distributed.launch_env import (
+    HEARTBEAT_TIMEOUT_SECONDS,
+    LaunchEnv,
+    machine_identity,
+)
 
 _CHUNK = 65536
 # Offsets of tcpi_unacked and tcpi_retransmits in Linux's struct tcp_info (linux/tcp.h).
@@ -68,16 +72,12 @@ class ProcessIdentity:
     @classmethod
     def here(cls, place: LaunchEnv) -> ProcessIdentity:
         """The identity of this process."""
-        machine = ""
-        with suppress(OSError):
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
         return cls(
             rank=place.rank,
             local_rank=place.local_rank,
             node=place.node_rank,
             host=place.node_name or socket.gethostname(),
-            machine=machine,
+            machine=machine_identity(),
             pid=os.getpid(),
             started=_facts(os.getpid())[2],
         )
@@ -120,6 +120,7 @@ class HeartbeatConnection:
         self.doing: tuple[str, float] = ("", now)
         self.preparing = True
         self.left = False
+        self._stopped = False
         self._lines = SignedLines(key, calls=calls)
         self._out = self._lines.greeting
         self._cpu: tuple[float, float] | None = None
@@ -156,7 +157,7 @@ class HeartbeatConnection:
         self.flush()
         # Only what is signed counts as a sign of life.
         if messages:
-            self.heard, self._cpu = now, None
+            self.restart_timer(now)
         return messages
 
     def take_beat(self, message: Mapping[str, str], now: float) -> None:
@@ -169,8 +170,8 @@ class HeartbeatConnection:
         self.doing = (message.get("doing", ""), now - ago)
 
     def restart_timer(self, now: float) -> None:
-        """Measure silence from now on: this process stood still itself."""
-        self.heard, self._cpu = now, None
+        """Measure silence from now on."""
+        self.heard, self._cpu, self._stopped = now, None, False
 
     def overdue(self, now: float, patience: float, machine: str) -> bool:
         """Whether the rank has been silent for too long.
@@ -183,7 +184,7 @@ class HeartbeatConnection:
         silent = now - self.heard
         if self.left or self.identity is None or silent < min(patience / 2, _SUSPICIOUS_SECONDS):
             return False
-        excused = self.busy(now, machine) or self.preparing
+        excused = self.busy(now, machine) or (self.preparing and not self._stopped)
         if excused and self.answers() is not False:
             patience *= _LENIENCE
         return silent > patience
@@ -207,18 +208,41 @@ class HeartbeatConnection:
             return False
         assert self.identity is not None
         state, seconds, _ = _facts(self.identity.pid)
+        self._stopped = state in ("T", "t")
         if self._cpu is None:
             self._cpu = (now, seconds)
         since, before = self._cpu
-        # R: running or waiting for a core; D: uninterruptible, as a rule in a disk access.
-        return state in ("R", "D") or seconds - before > _BUSY_SHARE * (now - since)
+        # R: running or waiting for a core; D: uninterruptible, as a rule in a disk access. Of any
+        # thread: on a crowded machine the one that sends heartbeats may be the one that waits.
+        if any(state in ("R", "D") for state in _thread_states(self.identity.pid)):
+            return True
+        return seconds - before > _BUSY_SHARE * (now - since)
 
     def is_here(self, machine: str) -> bool:
         """Whether its process is alive and visible in this machine's /proc."""
         known = self.identity
-        if known is None or not machine or known.machine != machine:
+        if known is None or not self._same_machine(machine):
             return False
         return bool(known.started) and _facts(known.pid)[2] == known.started
+
+    def has_ended(self, machine: str) -> bool:
+        """Whether its process is known to have ended; of another machine nothing is known."""
+        known = self.identity
+        if known is None or not known.started or not self._same_machine(machine):
+            return False
+        state, _, started = _facts(known.pid)
+        return started != known.started or state in ("Z", "X")
+
+    def seems_frozen(self, machine: str) -> bool:
+        """Whether it may have been frozen when it was last looked at; it may be gone by now.
+
+        Silence alone proves nothing on this machine, where a crowd of processes may have kept it
+        from sending.
+        """
+        return self._stopped or not self._same_machine(machine)
+
+    def _same_machine(self, machine: str) -> bool:
+        return bool(machine) and self.identity is not None and self.identity.machine == machine
 
 
 def _facts(pid: int) -> tuple[str, float, str]:
@@ -231,6 +255,17 @@ def _facts(pid: int) -> tuple[str, float, str]:
         return fields[0], seconds, fields[19]
     except (OSError, ValueError, IndexError):
         return "", 0.0, ""
+
+
+def _thread_states(pid: int) -> list[str]:
+    """The state letter of each thread of a process."""
+    found = []
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError, IndexError):
+                text = Path(f"/proc/{pid}/task/{thread}/stat").read_text()
+                found.append(text.rpartition(")")[2].split()[0])
+    return found
 
 
 FailureKind = Literal["silent", "gone", "failed"]
@@ -546,14 +581,14 @@ class Heartbeat:
         while not self._ended and self.loss is None:
             ready = self._selector.select(_TICK_SECONDS)
             now = time.monotonic()
-            for key, _ in ready:
-                self._take(key, now)
             # A process that stood still itself (a suspended machine, a debugger on all ranks)
             # cannot tell whether the others did: it judges nobody for that time.
             if now - last > _STOOD_STILL_SECONDS:
                 for peer in self._peers:
                     peer.restart_timer(now)
             last = now
+            for key, _ in ready:
+                self._take(key, now)
             if now >= beat:
                 self._beat(now)
                 beat = now + _BEAT_SECONDS
@@ -613,6 +648,7 @@ class Heartbeat:
             if peer.identity is not None and not peer.left:
                 # A frozen process that its launcher has just killed counts as silent.
                 quiet = now - peer.heard > max(self._patience - _TOGETHER_SECONDS, _BEAT_SECONDS)
+                quiet = quiet and peer.seems_frozen(self._own.machine)
                 loss = silent_ranks([peer], self._own, now, self._naming()) if quiet else None
                 self._declare_lost(loss or closed_connection(peer, self._own, self._naming()))
             self._drop(peer)
@@ -676,7 +712,12 @@ class Heartbeat:
             return
         shorter = max(self._patience - _TOGETHER_SECONDS, 0.0)
         late = [peer for peer in self._peers if peer.overdue(now, shorter, machine)]
-        self._declare_lost(silent_ranks(late, self._own, now, self._naming()))
+        # A connection may outlive its process, in copies that children of it have.
+        dead = [peer for peer in late if peer.has_ended(machine)]
+        if dead:
+            self._declare_lost(closed_connection(dead[0], self._own, self._naming()))
+        else:
+            self._declare_lost(silent_ranks(late, self._own, now, self._naming()))
 
     def _declare_lost(self, loss: RankFailure) -> None:
         if self.loss is not None:  # the first one is the cause; what follows are its effects

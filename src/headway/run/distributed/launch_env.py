@@ -105,6 +105,15 @@ class LaunchEnv:
         return self.launcher != "alone"
 
 
+def machine_identity() -> str:
+    """The same text for all processes that can see each other in /proc; "" without /proc."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
 def temporary_folder() -> str:
     """The launcher's directory of temporary files, in its forkserver; "" elsewhere."""
     return os.environ.get(TEMPORARY, "")

@@ -15,8 +15,10 @@ import gc
 import os
 import re
 import socket
+import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -53,6 +55,7 @@ from headway.run.distributed.heartbeat import (
 from headway.run.distributed.job_store import JobStore
 from headway.run.distributed.launch_env import HEARTBEAT_TIMEOUT_SECONDS, LaunchEnv
 from headway.run.distributed.rendezvous import join_rendezvous, listen, open_torch_store
+from headway.user_frames import innermost_user_frame
 
 
 def open_sockets() -> dict[int, str]:
@@ -100,6 +103,8 @@ MIN_HEARTBEAT_TIMEOUT_SECONDS = 2.0
 _BY_ITSELF_SECONDS = 1.0
 # For the main thread to report once its connections are broken.
 _LET_GO_SECONDS = 1.5
+# As long as this what a rank does is nothing that anybody asks about.
+_LONG_SECONDS = 1.0
 
 
 def check_heartbeat_timeout(seconds: float) -> None:
@@ -124,6 +129,7 @@ class Watchdog:
         self._place = place
         self._status: tuple[str, tuple[object, ...], float] = ("", (), time.monotonic())
         self._begun = False
+        self._thread = threading.get_ident()
         self._waiting = 0
         self._over = threading.Event()
         self._kept: frozenset[str] = frozenset()
@@ -183,7 +189,20 @@ class Watchdog:
     def status(self) -> tuple[str, float, bool]:
         """What this rank is doing, since when, and whether it is still preparing."""
         text, arguments, since = self._status
-        return (text % arguments if arguments else text), since, not self._begun
+        said = text % arguments if arguments else text
+        # Where it has stood for long, the user's line may be that of an exchange of its own.
+        if said and time.monotonic() - since > _LONG_SECONDS:
+            said += self._line_of_user()
+        return said, since, not self._begun
+
+    def _line_of_user(self) -> str:
+        """Which line of the user's code the main thread is in."""
+        frame = sys._current_frames().get(self._thread)
+        walk = traceback.walk_stack(frame) if frame is not None else ()
+        # Sources are not read: only the line's number is said.
+        frames = traceback.StackSummary.extract(iter(walk), lookup_lines=False)
+        found = innermost_user_frame(frames[::-1])
+        return "" if found is None else f", at {found.filename}:{found.lineno} ({found.name})"
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
