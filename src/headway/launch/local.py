@@ -309,6 +309,7 @@ def launch_local(
     """
     for text in check_processes(processes):
         warnings.warn(text, stacklevel=2)
+    start_forkserver(processes, preload, threads)
     history: list[AttemptFacts] = []
     environment = dict(os.environ)
     with tempfile.TemporaryDirectory(
@@ -334,7 +335,7 @@ def launch_local(
                 emulated=emulated,
             )
             before = newest_checkpoint(directory)
-            # Again, as it may have been killed.
+            # Again: it may have been killed.
             start_forkserver(processes, preload, threads)
             ending = run_attempt(
                 job,
