@@ -7,9 +7,9 @@ headway's own launcher. Seconds count from the moment of the kill to the end of 
 from __future__ import annotations
 
 import json
-import re
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
