@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,7 @@ from support.tiny_models import FEATURES, HalfFrozen, Points, Tied, WithDropout
 
 def folder() -> Path:
     """Of the files of a case, the same for all of its processes."""
-    path = Path(tempfile.gettempdir()) / "headway-mutation-data"
-    path.mkdir(exist_ok=True)
-    return path
+    return Path(os.environ.get("MUTATION_DATA") or tempfile.mkdtemp())
 
 
 def numbers_of(seed: int) -> np.random.Generator:
@@ -142,31 +140,28 @@ def shaken(sample: Any) -> Any:
 
 
 def _cached(name: str, **options: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return cached(Points(), name, **options)
+    # The memory of a cache is found by its name: other trials must not find this one's.
+    return cached(Points(), f"{name}-{folder().name}", **options)
 
 
 @case()
 def cached_prepared() -> Recipe:
     return tiny(
         "cached-prepared",
-        data=lambda: _cached("mutation-prepared", memory="1 MiB", prepare=shifted),
+        data=lambda: _cached("prepared", memory="1 MiB", prepare=shifted),
     )
 
 
 @case()
 def cached_shaken() -> Recipe:
-    return tiny(
-        "cached-shaken", data=lambda: _cached("mutation-shaken", memory="1 MiB", augment=shaken)
-    )
+    return tiny("cached-shaken", data=lambda: _cached("shaken", memory="1 MiB", augment=shaken))
 
 
 @case()
 def cached_on_disk() -> Recipe:
     return tiny(
         "cached-on-disk",
-        data=lambda: _cached("mutation-disk", disk=folder() / "cache", disk_limit="1 MiB"),
+        data=lambda: _cached("disk", disk=folder() / "cache", disk_limit="1 MiB"),
     )
 
 
@@ -191,7 +186,7 @@ class Flat(nn.Module):
 @case()
 def cached_transposed() -> Recipe:
     def data() -> Any:
-        return cached(Transposed(), "mutation-transposed", memory="1 MiB")
+        return cached(Transposed(), f"transposed-{folder().name}", memory="1 MiB")
 
     return tiny("cached-transposed", Flat, data)
 

@@ -32,6 +32,8 @@ from typing import Any
 from mutations.bugs import FOLDERS, Bug
 from mutations.runner import Outcome, Trial
 
+DATA_FOLDER = "MUTATION_DATA"
+"""Variable with a directory for what the recipes of a trial write: data sets, caches."""
 OURS = ("headway", "mutations", "support")
 
 
@@ -226,6 +228,7 @@ def attempt(bug: Bug | None, case: str, importers: dict[str, set[str]]) -> tuple
     if bug:
         plant(bug, importers)
     with tempfile.TemporaryDirectory(prefix="headway-mutation-") as folder:
+        os.environ[DATA_FOLDER] = folder
         log = os.open(Path(folder) / "log", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)

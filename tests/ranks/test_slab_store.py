@@ -292,7 +292,7 @@ def adam(model):
 
 
 def numbered(folder):
-    return Numbered(*source_of(folder, None)._readers)
+    return Numbered(*source_of(folder, None).readers)
 
 
 @ranks(2)

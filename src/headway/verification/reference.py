@@ -43,6 +43,7 @@ from headway.verification.recording import Recorder, VerifyJob, build_training_s
 from headway.verification.sample_draws import check_sample_draws
 from headway.verification.samples import reference_batches
 from headway.verification.saved_facts import cursor_behind, facts_of, numbers_of
+from headway.verification.source_reference import check_source
 
 
 def record_serial(_: LaunchEnv, job: VerifyJob, target: Path, *, ranks: int | None = None) -> None:
@@ -70,6 +71,7 @@ def _record(
     recorder = Recorder(trained)
     sites: RandomDraws | None = None
     source = as_source(recipe.data())
+    check_source(source)
     steps = reference_batches(
         source,
         split,
@@ -111,6 +113,7 @@ def _validation(recipe: Recipe, model: nn.Module) -> float:
     """The mean loss over the validation data, in evaluation mode."""
     assert recipe.validation is not None
     source = as_source(recipe.validation())
+    check_source(source)
     samples = min(len(source), recipe.validation_samples or len(source))
     batch = min(samples, resolve_batch(recipe))
     model.eval()

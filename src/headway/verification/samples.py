@@ -12,14 +12,12 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from headway.data import Cursor, MicroBatch, RankBatch, SampleOrder, SeededSource, Source
+from headway.data import Cursor, MicroBatch, RankBatch, SampleOrder, Source
 from headway.data.order import sample_seeds
 from headway.errors import NotEqual
 from headway.plans import BatchSplit
+from headway.verification.source_reference import read_batch
 
 
 def reference_batches(
@@ -117,34 +115,4 @@ def _shares(split: BatchSplit, copies: int, count: int, place: int) -> list[tupl
 def _read(source: Source, order: Sequence[int], at: Cursor, part: range) -> Any:
     """The samples at some places, each read by itself."""
     indices = [order[place] for place in part]
-    seeds = sample_seeds(at.seed, at.epoch, part.start, part.stop)
-
-    def read(chosen: list[int], numbers: list[int]) -> Any:
-        if isinstance(source, SeededSource):
-            return source.read_seeded(chosen, numbers)
-        return source.read(chosen)
-
-    singles = [read([i], [seed]) for i, seed in zip(indices, seeds, strict=True)]
-    joined = _joined(singles)
-    # A data set that joins its samples by itself (padding, say) has no samples of its own shape.
-    return read(indices, seeds) if joined is None else joined
-
-
-def _joined(singles: Sequence[Any]) -> Any:
-    """Batches of one sample as one batch; None where they are not tensors that fit together."""
-    flat = [tree_flatten(single) for single in singles]
-    leaves, form = flat[0]
-    columns = list(zip(*(values for values, _ in flat), strict=False))
-    if any(other != form for _, other in flat):
-        return None
-    fits = all(
-        isinstance(value, Tensor)
-        and value.ndim
-        and len(value) == 1
-        and value.shape == column[0].shape
-        for column in columns
-        for value in column
-    )
-    if not fits or len(columns) != len(leaves):
-        return None
-    return tree_unflatten([torch.cat(column) for column in columns], form)
+    return read_batch(source, indices, sample_seeds(at.seed, at.epoch, part.start, part.stop))

@@ -194,9 +194,9 @@ class CachedSource:
         augment: Change | None = None,
         collate: Collate | None = None,
     ) -> None:
-        self._source = source
-        self._prepare, self._augment = prepare, augment
-        self._read, self._collate = sample_access_of(
+        self.source = source
+        self.prepare, self.augment = prepare, augment
+        self._read, self.collate = sample_access_of(
             source, collate=collate, prepared=prepare is not None
         )
         self._key = _key(source, name, version, prepare)
@@ -221,7 +221,7 @@ class CachedSource:
         self._check_levels()
 
     def __len__(self) -> int:
-        return len(self._source)
+        return len(self.source)
 
     def read(self, indices: Sequence[int]) -> Any:
         """The samples as one batch; `augment` draws from the global generators as they are.
@@ -229,21 +229,21 @@ class CachedSource:
         Raises:
             DataError: A sample cannot be read or stored, draws random numbers, or does not fit.
         """
-        return join_samples(self._collate, indices, self.__getitems__(indices))
+        return join_samples(self.collate, indices, self.__getitems__(indices))
 
     def read_seeded(self, indices: Sequence[int], seeds: Sequence[int]) -> Any:
         """As `read`, with one 64-bit seed per sample; the global generators stay as they were."""
-        if self._augment is None:
+        if self.augment is None:
             return self.read(indices)
         samples = self.samples(indices)
         generators = GlobalGenerators()
         try:
             for place, seed in enumerate(seeds):
                 generators.seed(seed)
-                samples[place] = self._augment(samples[place])
+                samples[place] = self.augment(samples[place])
             # For a collate function that draws, as in `DatasetSource`.
             generators.seed(seeds[0])
-            return join_samples(self._collate, indices, samples)
+            return join_samples(self.collate, indices, samples)
         finally:
             generators.restore()
 
@@ -253,7 +253,7 @@ class CachedSource:
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         samples = self.samples(indices)
-        return samples if self._augment is None else [self._augment(s) for s in samples]
+        return samples if self.augment is None else [self.augment(s) for s in samples]
 
     def samples(self, indices: Sequence[int]) -> list[Any]:
         """The samples before `augment`, each in memory of its own or the source's."""
@@ -330,10 +330,10 @@ class CachedSource:
         generators = GlobalGenerators()
         where = f"data cache {self._key.name!r}"
         samples = self._read(indices)
-        if self._prepare is not None:
+        if self.prepare is not None:
             for place, index in enumerate(indices):
                 with explained(f"sample {index} cannot be prepared", where):
-                    samples[place] = self._prepare(samples[place])
+                    samples[place] = self.prepare(samples[place])
         if generators.used():
             generators.restore()  # as if the sample had not been read
             raise DataError(

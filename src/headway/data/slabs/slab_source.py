@@ -421,7 +421,7 @@ class SlabSource:
         self.cut = cut or SlabCut()
         self.memory, self.keep = memory, keep
         self._extents: Shape | None = None
-        self._readers, self._finish, self._length = readers, finish, lengths[0]
+        self.readers, self.finish, self._length = readers, finish, lengths[0]
         self._parts, self.nbytes = _packed(readers, self.cut)
         self.slabs_read = self.bytes_read = 0
 
@@ -438,7 +438,7 @@ class SlabSource:
         """
         found = copy.copy(self)  # the readers are shared: they hold no open file
         found.cut, found._extents = cut, self._cut_extents(cut)
-        found._parts, found.nbytes = _packed(self._readers, cut)
+        found._parts, found.nbytes = _packed(self.readers, cut)
         found.slabs_read = found.bytes_read = 0
         return found
 
@@ -450,7 +450,7 @@ class SlabSource:
                 fix="Give the source without `cut`: the run takes each rank's part.",
             )
         dims = len(cut.sizes)
-        shapes = [reader.shape for reader in self._readers]
+        shapes = [reader.shape for reader in self.readers]
         found = {shape[len(shape) - dims :] for shape in shapes if len(shape) >= dims}
         if len(found) != 1:
             raise DataError(
@@ -462,7 +462,7 @@ class SlabSource:
 
     def shapes(self, samples: int) -> tuple[Shape, ...]:
         """Shapes of the arrays of a batch if they were whole: what `SpatialContext.adopt` asks."""
-        return tuple((samples, *reader.shape) for reader in self._readers)
+        return tuple((samples, *reader.shape) for reader in self.readers)
 
     def read(self, indices: Sequence[int]) -> Any:
         """This rank's slabs of the samples: tensors [len(indices), ...]."""
@@ -471,7 +471,7 @@ class SlabSource:
     def load(self, sample: int) -> Tensor:
         """The packed slab of a sample, from its files; uint8 [nbytes]."""
         slab = torch.empty(self.nbytes, dtype=torch.uint8)
-        for reader, part in zip(self._readers, self._parts, strict=True):
+        for reader, part in zip(self.readers, self._parts, strict=True):
             box = torch.from_numpy(reader.read(sample, part.ranges))
             part.view(slab).copy_(box)
             self.bytes_read += box.numel() * box.element_size()
@@ -487,8 +487,8 @@ class SlabSource:
                 array[row].copy_(part.view(slab))
             arrays.append(array)
         data: Any = arrays[0] if len(arrays) == 1 else tuple(arrays)
-        if self._finish is not None:
-            data = self._finish(tuple(arrays))
+        if self.finish is not None:
+            data = self.finish(tuple(arrays))
         return data if self._extents is None else SampleParts(data, self._extents)
 
 
