@@ -21,7 +21,7 @@ from mutations.cases import (
     tiny,
     volumes,
 )
-from support.recipes import normalised
+from support.recipes import late, normalised
 from support.split_recipes import Lines, Segmenter, Volumes, estimating
 from support.tiny_models import CLASSES, FEATURES, Points
 
@@ -430,3 +430,10 @@ class FlatDropping(nn.Module):
 @case()
 def flat_dropping() -> Recipe:
     return replace(layers(tensor=(1,)), model=FlatDropping, split=None)
+
+
+@case()
+def flushless_words() -> Recipe:
+    """The loss counts words, and each micro-batch is an update of its own."""
+    plan = PipelinePlan(schedule="pipedream", microbatches=4)
+    return replace(late(words=True), stages=2, pipeline=plan)

@@ -39,6 +39,7 @@ from headway.run.step.randomness import (
 from headway.run.step.setup import recipe_plan
 from headway.run.strategy.training_state import TrainingState
 from headway.schedule.pipeline_schedule import ActionKind, PipelineSchedule, update_groups
+from headway.verification.order_laws import check_orders
 from headway.verification.recording import Recorder, VerifyJob, build_training_state
 from headway.verification.sample_draws import check_sample_draws
 from headway.verification.samples import reference_batches
@@ -72,6 +73,7 @@ def _record(
     sites: RandomDraws | None = None
     source = as_source(recipe.data())
     check_source(source)
+    check_orders(len(source), recipe.seed)
     steps = reference_batches(
         source,
         split,
