@@ -58,6 +58,7 @@ class Family:
     def command(self) -> list[str]:
         steps = "arguments.steps" if self.recipe == "trapped" else "stop"
         settings = [f"{steps}={STEPS}", *self.settings]
+        settings += ["arguments.pause=0.03"] if self.recipe == "trapped" else []
         if self.recipe == "own_loop":
             torchrun = [
                 "-m",
@@ -249,7 +250,7 @@ class Launch:
         before = set(workers(self.job.pid)) if earlier else set()
         match kill.moment:
             case "any":
-                self._sleep(drawn * (0.8 * total if not earlier else total / 3))
+                self._sleep(drawn * (2.0 if earlier else 0.8 * total))
             case "start":
                 self._sleep(drawn * min(1.0, total / 4))
             case "birth":  # of a rank, in its first milliseconds
@@ -504,7 +505,7 @@ def undisturbed(name: str, cache: Path) -> Expected:
 def plan_kills(random_: random.Random, family: Family) -> list[Kill]:
     kinds, weights = zip(*KINDS.items(), strict=True)
     kills: list[Kill] = []
-    wished = random_.choice([3, 4, 5, 6, 7, 8])
+    wished = random_.randint(4, 10)
     own = family.recipe == "own_loop"
     while len(kills) < wished:
         kind = "rank" if own else random_.choices(kinds, weights)[0]

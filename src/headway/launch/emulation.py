@@ -192,18 +192,22 @@ class EmulatedCluster:
         """
         return self.nodes[self.cluster.names.index(self.cluster.node(name).name)]
 
-    def enter(self, name: str) -> None:
+    def enter(self, name: str, folder: Path | None = None) -> None:
         """Move this thread, and what it starts from now on, to a node; before sockets are made.
+
+        Args:
+            folder: For a file of a moment; None: that for temporary files.
 
         Raises:
             UsageError: The emulation has ended, or this user may not.
         """
         enter_namespace(self.node(name).namespace)
-        self.name_hosts()
+        self.name_hosts(folder)
 
-    def name_hosts(self) -> None:
+    def name_hosts(self, folder: Path | None = None) -> None:
         """Let this thread, and what it starts, know nodes by name; `enter` does it."""
-        name_hosts({self.host: "launcher"} | {node.address: node.name for node in self.nodes})
+        known = {node.address: node.name for node in self.nodes}
+        name_hosts({self.host: "launcher"} | known, folder)
 
     def pace(self, name: str, folder: Path) -> None:
         """The kernel does the pacing: nobody else needs to."""
@@ -439,7 +443,7 @@ class PacedCluster:
         """Where the launcher's store is."""
         return LOOPBACK
 
-    def enter(self, name: str) -> None:
+    def enter(self, name: str, folder: Path | None = None) -> None:
         """Nodes have no place of their own here."""
 
     def pace(self, name: str, folder: Path) -> tuple[Path, float] | None:

@@ -116,8 +116,10 @@ def run_attempt(
     ending = _ending(job, processes, statuses, own, stop)
     gone = _FORKSERVER_GONE in (*by_pid.values(), *statuses.values())
     if forkserver_status(_DEATH_SECONDS if gone else 0) is not None:
-        # Nobody knows then how the workers ended, and those that ran have been killed here.
-        return replace(ending, deaths={}, trouble="the process that forks the workers was killed")
+        # Nobody knows then how the workers ended, and those that ran have been killed here: what
+        # they have noted of a signal is the agent's.
+        trouble = "the process that forks the workers was killed"
+        return replace(ending, deaths={}, stop=stop, trouble=trouble)
     return replace(ending, trouble="a worker was killed before it began") if unborn else ending
 
 

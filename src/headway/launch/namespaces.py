@@ -166,8 +166,12 @@ def enter_namespace(name: str) -> None:
         ) from error
 
 
-def name_hosts(names: Mapping[str, str]) -> None:
-    """Give addresses names, for the calling thread and all that it starts, as if in /etc/hosts."""
+def name_hosts(names: Mapping[str, str], folder: Path | None = None) -> None:
+    """Give addresses names, for the calling thread and all that it starts, as if in /etc/hosts.
+
+    Args:
+        folder: For the file, which stays there if this process is killed in the middle.
+    """
     # In a namespace without a route out no name server answers, and torch warns of every connection
     # whose other end has no name. The file itself is not changed: this thread gets a mount
     # namespace of its own, with another file mounted over it. Where that is not allowed (some
@@ -179,7 +183,7 @@ def name_hosts(names: Mapping[str, str]) -> None:
         # Sockets for both families, as torch's, see IPv4 addresses in their IPv6 form.
         lines += [f"{address} {name}", f"::ffff:{address} {name}"]
     # The mount keeps the file's content after its name is gone.
-    with contextlib.suppress(OSError), tempfile.NamedTemporaryFile("w") as file:
+    with contextlib.suppress(OSError), tempfile.NamedTemporaryFile("w", dir=folder) as file:
         file.write("\n".join([*lines, ""]))
         file.flush()
         # Readable for programs of all users, as /etc/hosts is; a temporary file is not.

@@ -398,7 +398,7 @@ def _enter_node(job: Job) -> LaunchEnv:
     cluster, rank = job.emulated.cluster, int(os.environ["RANK"])
     name = cluster.nodes_of_ranks[rank]
     ranks = cluster.ranks_of(name)
-    job.emulated.enter(name)
+    job.emulated.enter(name, job.outbox)
     os.environ["LOCAL_RANK"] = str(ranks.index(rank))
     os.environ["LOCAL_WORLD_SIZE"] = str(len(ranks))
     os.environ["GROUP_RANK"] = str(cluster.names.index(name))
@@ -416,6 +416,8 @@ def _signals_noticed() -> Iterator[Callable[[], str]]:
     read_end.setblocking(False)
     write_end.setblocking(False)
     before = signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
+    # A data-loading process must not tell its own signals on a copy of the socket.
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
     def arrived() -> str:
         with contextlib.suppress(BlockingIOError):
