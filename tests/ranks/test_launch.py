@@ -57,6 +57,7 @@ def test_results_come_back_by_rank_and_nothing_stays_changed(monkeypatch, tmp_pa
         assert seen["launcher"] == "headway"
         assert seen["threads"] == 1
         assert seen["seen"] == "set after the forkserver started"
+        assert seen["death_signal"] == signal.SIGKILL  # of the forkserver; torch asks for SIGINT
         assert seen["collector"] == (True, True)  # on, and what was imported is left alone
         assert_gone(seen["pid"])
 

@@ -23,6 +23,13 @@ from headway.run.distributed.world import World
 from headway.run.training.loop import StopRequest
 
 
+def death_signal() -> int:
+    """What the kernel sends this process when its parent dies (prctl, PR_GET_PDEATHSIG)."""
+    found = ctypes.c_int()
+    ctypes.CDLL(None).prctl(2, ctypes.byref(found))
+    return found.value
+
+
 def answer(place: LaunchEnv, number: int) -> dict[str, object]:
     """What a worker sees of itself."""
     with World.join(place, timeout_seconds=20) as world:
@@ -38,6 +45,7 @@ def answer(place: LaunchEnv, number: int) -> dict[str, object]:
             "seen": os.environ.get("HEADWAY_TEST_SEEN"),
             "parent": os.getppid(),
             "pid": os.getpid(),
+            "death_signal": death_signal(),
             "collector": (gc.isenabled(), gc.get_freeze_count() > 100_000),
         }
 

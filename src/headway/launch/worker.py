@@ -9,6 +9,7 @@ then it is ended, even in the middle of slow user code.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import multiprocessing
 import os
@@ -178,6 +179,7 @@ INTERRUPTED = 130
 STOPPED = 143
 LINGER_SECONDS = 1.5
 REPORT_SECONDS = 3.0
+_SET_DEATH_SIGNAL, _GET_DEATH_SIGNAL = 1, 2
 # What the agent sets for each worker must not be overwritten by the launcher's own variables.
 _OF_AGENT = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "GROUP_", "ROLE_")
 _OF_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -210,6 +212,7 @@ def run_worker(job: Job) -> None:
     with contextlib.suppress(OSError):
         os.setsid()
     _unblock_signals()
+    _end_with_forkserver()
     _set_environment(job)
     # A forkserver's children would start their own data-loading processes by it: without the
     # user's modules and state. The platform's default is the first of the list.
@@ -248,6 +251,17 @@ def _unblock_signals() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup
             signal.signal(number, signal.SIG_DFL)
+
+
+def _end_with_forkserver() -> None:
+    """Have the kernel kill this worker if the forkserver dies; the launcher starts another."""
+    # torch has it send SIGINT (`torch.multiprocessing.spawn._wrap`): a request to stop in order,
+    # of which the user knows nothing. prctl(2), linux/prctl.h; elsewhere torch does nothing.
+    if sys.platform == "linux":
+        chosen, prctl = ctypes.c_int(), ctypes.CDLL(None).prctl
+        prctl(_GET_DEATH_SIGNAL, ctypes.byref(chosen))
+        if chosen.value:
+            prctl(_SET_DEATH_SIGNAL, int(signal.SIGKILL))
 
 
 def run_rank_here(
