@@ -38,10 +38,10 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent / "tests"
-LIMIT = 100.0
+LIMIT = 200.0
 STEPS = 30
 SHORT_TIMEOUT = "20 s"
-RESTARTS = 6
+RESTARTS = 12
 NODES = 'nodes = 2\nbetween = { rate = "10 Gbit/s" }\n'
 
 
@@ -58,7 +58,7 @@ class Family:
     def command(self) -> list[str]:
         steps = "arguments.steps" if self.recipe == "trapped" else "stop"
         settings = [f"{steps}={STEPS}", *self.settings]
-        settings += ["arguments.pause=0.03"] if self.recipe == "trapped" else []
+        settings += ["arguments.pause=0.05"] if self.recipe == "trapped" else []
         if self.recipe == "own_loop":
             torchrun = [
                 "-m",
@@ -108,10 +108,10 @@ FAMILIES = {
 
 KINDS = {
     # name: weight
-    "rank": 40,
-    "all ranks": 5,
-    "forkserver": 3,
-    "tracker": 2,
+    "rank": 60,
+    "all ranks": 8,
+    "forkserver": 4,
+    "tracker": 3,
     "launcher": 3,
     "everything": 2,
     "SIGTERM": 1,
@@ -250,7 +250,7 @@ class Launch:
         before = set(workers(self.job.pid)) if earlier else set()
         match kill.moment:
             case "any":
-                self._sleep(drawn * (2.0 if earlier else 0.8 * total))
+                self._sleep(drawn * (1.0 if earlier else 0.8 * total))
             case "start":
                 self._sleep(drawn * min(1.0, total / 4))
             case "birth":  # of a rank, in its first milliseconds
@@ -505,7 +505,7 @@ def undisturbed(name: str, cache: Path) -> Expected:
 def plan_kills(random_: random.Random, family: Family) -> list[Kill]:
     kinds, weights = zip(*KINDS.items(), strict=True)
     kills: list[Kill] = []
-    wished = random_.randint(4, 10)
+    wished = random_.randint(8, 16)
     own = family.recipe == "own_loop"
     while len(kills) < wished:
         kind = "rank" if own else random_.choices(kinds, weights)[0]
