@@ -18,6 +18,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from types import UnionType
 from typing import (
@@ -25,6 +26,7 @@ from typing import (
     Any,
     TypeVar,
     Union,
+    cast,
     dataclass_transform,
     get_args,
     get_origin,
@@ -208,13 +210,20 @@ def to_type(data: object, kind: type[T], *, where: str, text: str = "") -> T:
 
 def _validate(data: object, kind: type[T]) -> T:
     """Strict where the data is plain; a TOML date has no JSON form, so it is checked as it is."""
-    adapter = TypeAdapter(kind, config=_config(kind))
+    hashable: Any = kind
+    adapter = _adapter(hashable)
     try:
         plain = json.dumps(data)
     except (TypeError, ValueError):
-        return adapter.validate_python(data)
+        return cast("T", adapter.validate_python(data))
     # As JSON: pydantic's strict mode takes a list for a tuple there, and nowhere else.
-    return adapter.validate_json(plain, strict=True)
+    return cast("T", adapter.validate_json(plain, strict=True))
+
+
+@lru_cache(maxsize=64)
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    """Made once: 25 ms for a plan, which is checked several times in every rank."""
+    return TypeAdapter(kind, config=_config(kind))
 
 
 def _config(kind: type[object]) -> ConfigDict | None:

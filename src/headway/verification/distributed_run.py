@@ -38,6 +38,7 @@ from headway.run.step.randomness import build_model
 from headway.run.step.setup import recipe_plan
 from headway.run.strategy.training_state import TrainingState
 from headway.verification.exchange_recording import ExchangeRecorder, exchange_file
+from headway.verification.recipe_reference import check_plan
 from headway.verification.recording import Recorder, VerifyJob, build_training_state
 from headway.verification.reference import save_cut
 
@@ -55,6 +56,8 @@ def record_in_world(world: World, job: VerifyJob, target: Path) -> None:
     """As `record_split`, in a world that is there already."""
     recipe = job.load()
     plan = recipe_plan(recipe, job.plan, world.ranks)
+    if job.plan is None:
+        check_plan(recipe, plan)
     world = _on_two_nodes(world, plan)
     if plan.exchange.exact or world.ranks == 1:
         _RecordedRun(world, job, recipe, plan).save(target)
@@ -221,7 +224,8 @@ class _RecordedRun:
                 if self._crossing is not None:
                     self._crossing.note_rest(step)
                     continue
-                self._recorder.take(step, losses[step], run.strategy.tensors_by_kind())
+                numbers = run.strategy.tensors_by_kind()
+                self._recorder.take(step, losses[step], numbers, run.record.norm)
                 held = run.strategy.parameters
                 if not self._same_everywhere(step, held.named, held.away):
                     break

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from headway.run.recipe.recipe import Recipe
 from headway.run.step.setup import check_components
 from headway.run.strategy.training_state import TrainingState
 from headway.verification.optimizer_reference import check_warm_up, step_as_published
+from headway.verification.scheduler_reference import GivenArguments, check_scaled_rates
 
 KINDS = (
     "loss",
@@ -34,6 +36,7 @@ KINDS = (
     "exchange",
     "residual",
     "unclipped",
+    "norm",
     "gradient",
     "parameter",
     "buffer",
@@ -43,8 +46,8 @@ KINDS = (
 )
 STEP_KINDS = ("loss", "gradient", "parameter", "buffer", "optimizer")
 """Those of every step; share, exchange and residual are of an inexact exchange (see `replay`),
-unclipped is the gradient before its norm is limited, facts are what a checkpoint holds beside
-tensors."""
+unclipped is the gradient before its norm is limited, norm that number, facts are what a checkpoint
+holds beside tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +156,7 @@ class Recorder:
         self._gradients: list[str] = []
         self._made: list[str] = []
         self._unclipped: dict[str, Tensor] = {}
+        self.norm: float | None = None
         for name, parameter in trained.model.named_parameters():
             # torch raises where such a hook is registered on a parameter that requires no grad.
             if parameter.requires_grad:
@@ -177,13 +181,22 @@ class Recorder:
         """A validation after a step that has been taken."""
         self._put(step, "validation", "loss", torch.tensor(loss, dtype=torch.float64))
 
-    def take(self, step: int, loss: float, numbers: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def take(
+        self,
+        step: int,
+        loss: float,
+        numbers: Mapping[str, Mapping[str, Tensor]],
+        norm: float | None = None,
+    ) -> None:
         """Record a step that has just been done.
 
         Args:
             numbers: As `TrainingState.tensors_by_kind` gives them; gradients must still be there.
+            norm: Of the gradients, before it is limited.
         """
         self._put(step, "loss", "loss", torch.tensor(loss, dtype=torch.float64))
+        if norm is not None:
+            self._put(step, "norm", "norm", torch.tensor(norm, dtype=torch.float64))
         numbers = {**numbers, "unclipped": self._unclipped}
         for kind in KINDS[1:]:
             tensors = numbers.get(kind, {})
@@ -220,11 +233,14 @@ def build_training_state(
     Args:
         reference: headway's own optimisers step as their papers have it.
     """
-    optimizer = recipe.optimizer(model)
-    if reference:
-        step_as_published(optimizer)
-    scheduler = recipe.scheduler(optimizer) if recipe.scheduler else None
+    given = GivenArguments()
+    with given.noting() if reference else nullcontext():
+        optimizer = recipe.optimizer(model)
+        if reference:
+            check_scaled_rates(recipe, model, optimizer)
+            step_as_published(optimizer)
+        scheduler = recipe.scheduler(optimizer) if recipe.scheduler else None
     if reference and isinstance(scheduler, WarmUp):
         check_warm_up(scheduler)
     check_components(model, optimizer, scheduler, 1)
-    return TrainingState(model, optimizer, scheduler)
+    return TrainingState(model, optimizer, given.published(scheduler))

@@ -16,18 +16,21 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from headway.data import Cursor, MicroBatch, RankBatch, as_source
 from headway.errors import Diverged
 from headway.parallel.stages import ModelStages
 from headway.plans import BatchSplit
 from headway.run.distributed.launch_env import LaunchEnv
-from headway.run.recipe.batch_units import resolve_batch
-from headway.run.recipe.recipe import Recipe, sum_and_count
-from headway.run.step.batch import resize_batch, to_device
+from headway.run.recipe.batch_units import resolve_batch, stop_steps
+from headway.run.recipe.factory import load_recipe
+from headway.run.recipe.recipe import Recipe
+from headway.run.step.batch import resize_batch
 from headway.run.step.forward_pass import to_float64
 from headway.run.step.randomness import (
     LogicalRandomness,
@@ -40,6 +43,8 @@ from headway.run.step.setup import recipe_plan
 from headway.run.strategy.training_state import TrainingState
 from headway.schedule.pipeline_schedule import ActionKind, PipelineSchedule, update_groups
 from headway.verification.order_laws import check_orders
+from headway.verification.own_precision import check_own_precision
+from headway.verification.recipe_reference import check_amounts, check_seed
 from headway.verification.recording import Recorder, VerifyJob, build_training_state
 from headway.verification.sample_draws import check_sample_draws
 from headway.verification.samples import reference_batches
@@ -74,6 +79,7 @@ def _record(
     source = as_source(recipe.data())
     check_source(source)
     check_orders(len(source), recipe.seed)
+    _check_recipe(recipe, job, len(source))
     steps = reference_batches(
         source,
         split,
@@ -104,10 +110,19 @@ def _record(
                 drop=recipe.drop_last,
             )  # fmt: skip
             numbers["facts"] = numbers_of(facts_of(trained, after))
-        recorder.take(step, loss, numbers)
+        recorder.take(step, loss, numbers, recorder.norm)
         if job.whole and job.validates(step) and recipe.validation is not None:
             recorder.validated(step, _validation(recipe, trained.model))
     recorder.recording().save(target)
+
+
+def _check_recipe(recipe: Recipe, job: VerifyJob, length: int) -> None:
+    """What reference and run take from the recipe by the same code."""
+    batch = resolve_batch(recipe)
+    steps = stop_steps(recipe, length) if length >= batch else None
+    check_amounts(recipe, length, batch=batch, steps=steps)
+    check_seed(recipe, build_model)
+    check_own_precision(load_recipe(job.recipe, job.overrides))
 
 
 @torch.no_grad()
@@ -131,7 +146,7 @@ def _validation(recipe: Recipe, model: nn.Module) -> float:
     ):
         for micro in share.micros:
             value = recipe.loss(model, loss_inputs(micro))
-            total, count = sum_and_count(value, len(micro.positions))
+            total, count = loss_sum(value, len(micro.positions))
             sums, counts = sums + float(total), counts + float(count)
     model.train()
     return sums / counts
@@ -168,7 +183,7 @@ def _step(
             parameter.grad.mul_(samples / counts)
     if recipe.clip is not None:
         recorder.before_clip(trained.tensors_by_kind())
-        nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
+        recorder.norm = float(nn.utils.clip_grad_norm_(model.parameters(), recipe.clip))
     trained.optimizer.step()
     return sums / counts
 
@@ -195,15 +210,26 @@ def gradients_of(
         seed_everything(recipe.seed, start.epoch, start.position)
         with LogicalRandomness(sites, micro.positions, start.epoch).active():
             value = recipe.loss(model, loss_inputs(micro))
-            total, count = sum_and_count(value, len(micro.positions))
+            total, count = loss_sum(value, len(micro.positions))
             (total / samples).backward()
         sums, counts = sums + float(total.detach()), counts + float(count)
     return sums, counts
 
 
+def loss_sum(value: Any, samples: int) -> tuple[Tensor, Tensor | float]:
+    """What a loss has returned, a mean over samples or a pair, as a sum and a count."""
+    return value if isinstance(value, tuple) else (value * samples, float(samples))
+
+
 def loss_inputs(micro: MicroBatch) -> object:
     """What a loss gets, in float64."""
-    return to_device(micro.data, torch.device("cpu"), torch.float64)
+    return tree_map(_widened, micro.data)
+
+
+def _widened(value: Any) -> Any:
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return value
+    return value.to(torch.complex128 if value.is_complex() else torch.float64)
 
 
 Weights = dict[str, Tensor]

@@ -221,7 +221,9 @@ class _Replay:
             if self._recipe.clip is not None:
                 if not number:
                     self._compare_kind(step, "unclipped", replica.tensors_by_kind()["gradient"])
-                nn.utils.clip_grad_norm_(replica.model.parameters(), self._recipe.clip)
+                norm = nn.utils.clip_grad_norm_(replica.model.parameters(), self._recipe.clip)
+                if not number:
+                    self._compare(step, "norm", "norm", norm)
             replica.optimizer.step()
 
     def _exchange(self, step: int, samples: int, own: Sequence[int]) -> None:
