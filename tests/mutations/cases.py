@@ -28,6 +28,7 @@ from support.split_recipes import (
 from support.tiny_models import (
     CLASSES,
     FEATURES,
+    HalfFrozen,
     Mlp,
     Points,
     Sentences,
@@ -1077,3 +1078,128 @@ def root_rate() -> Recipe:
 def three_quarters() -> Recipe:
     """The last batch of an epoch leaves one of the ranks without work."""
     return replace(mlp(), data=lambda: Points(27), microbatch=2)
+
+
+@case()
+def updates_scheduled() -> Recipe:
+    return replace(updates(), scheduler=cosine)
+
+
+class ChannelsLast(nn.Module):
+    """Weights whose memory order is not that of their dimensions: images_BCHW -> logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Conv2d(3, 64, 3, padding=1).to(memory_format=torch.channels_last)
+        self.leave = nn.Linear(64, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.leave(self.enter(x).relu().mean((2, 3)))
+        return y
+
+
+class ColourImages(Points):
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(8)
+        self.x = torch.randn(len(self.y), 3, 5, 5, generator=draw)
+
+
+@case()
+def powersgd_channels_last() -> Recipe:
+    exchange = ExchangePlan(compress="powersgd:2")
+    return tiny("channels-last", ChannelsLast, ColourImages, exchange=exchange)
+
+
+@case(whole=True)
+def trained_own_mode() -> Recipe:
+    return replace(mlp(), model=HalfFrozen, checkpoint_every=0)
+
+
+def _sgd_groups(model: nn.Module) -> torch.optim.Optimizer:
+    first, second = model.first.parameters(), model.second.parameters()
+    return torch.optim.SGD([{"params": first}, {"params": second, "lr": 0.05}], lr=0.1)
+
+
+@case(whole=True)
+def trained_groups() -> Recipe:
+    return replace(mlp(), optimizer=_sgd_groups)
+
+
+@case()
+def scaled_groups() -> Recipe:
+    return replace(mlp(), optimizer=_sgd_groups, scale_rate="linear from 4 samples")
+
+
+@case(3, steps=8)
+def adasum_switched() -> Recipe:
+    return replace(switched(reduce="adasum"), batch=6)
+
+
+@case(4, steps=1)
+def hierarchical_large() -> Recipe:
+    """A bucket of two segments."""
+    exchange = ExchangePlan(collective="hierarchical")
+    return tiny("large", lambda: Mlp(40_000), exchange=exchange)
+
+
+def _lars_pairs(model: nn.Module) -> torch.optim.Optimizer:
+    layers = [layer for layer in model if isinstance(layer, nn.Linear)]
+    groups = [
+        {"params": [p for layer in pair for p in layer.parameters()], "trust": trust}
+        for pair, trust in ((layers[:2], 0.01), (layers[2:], 0.02))
+    ]
+    return LARS(groups, lr=0.5, momentum=0.9)
+
+
+@case()
+def lars_groups_shared() -> Recipe:
+    """Each rank computes norms of layers of both groups."""
+    return tiny("lars-pairs", TwoWide, optimizer=_lars_pairs)
+
+
+@case()
+def topk_of_halves() -> Recipe:
+    return tiny(
+        "halves", lambda: Mlp(256).bfloat16(), lambda: Points(dtype=torch.bfloat16),
+        exchange=ExchangePlan(compress="topk:0.1"),
+    )  # fmt: skip
+
+
+class Transposed(WithDropout):
+    """Samples lie along the second dimension where dropout draws."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop_first(torch.tanh(self.first(x)).t()).t()
+        y: torch.Tensor = self.second(x)
+        return y
+
+
+@case()
+def dropping_transposed() -> Recipe:
+    return tiny("transposed", Transposed)
+
+
+class Checkpointed(WithDropout):
+    """Backward makes the first part again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.utils.checkpoint.checkpoint(
+            lambda z: self.drop_first(torch.tanh(self.first(z))), x, use_reentrant=False
+        )
+        return self.second(y)
+
+
+@case()
+def checkpointed() -> Recipe:
+    return tiny("checkpointed", Checkpointed)
+
+
+@case()
+def stop_in_samples() -> Recipe:
+    return replace(mlp(), stop="65 samples")
+
+
+@case()
+def summed_late() -> Recipe:
+    return tiny("summed", exchange=ExchangePlan(reduce="sum", overlap=False))

@@ -252,7 +252,7 @@ def import_launcher() -> None:
     local.run_attempt = run_attempt
 
 
-def run_attempt(job: Any, processes: int, *, shutdown_seconds: float) -> Any:
+def run_attempt(job: Any, processes: int, **_: Any) -> Any:
     """In place of `headway.launch.local.run_attempt`: forks workers from here, without an agent."""
     context = multiprocessing.get_context("fork")
     workers = [context.Process(target=_work, args=(job, n, processes)) for n in range(processes)]
