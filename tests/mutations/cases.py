@@ -1140,7 +1140,11 @@ def adasum_switched() -> Recipe:
 def hierarchical_large() -> Recipe:
     """A bucket of two segments."""
     exchange = ExchangePlan(collective="hierarchical")
-    return tiny("large", lambda: Mlp(40_000), exchange=exchange)
+    return tiny("large", lambda: Mlp(70_000), exchange=exchange, optimizer=_plain_sgd)
+
+
+def _plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def _lars_pairs(model: nn.Module) -> torch.optim.Optimizer:
