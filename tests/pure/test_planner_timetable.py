@@ -233,6 +233,11 @@ def test_no_table_is_faster_than_its_bound(scheme):
                 work = StagePasses(each[0], each[1] + each[2], each[2])
                 least = step_lower_bound(degrees, sum(work.forward), sum(work.backward))
                 assert found.play(work) >= least * (1 - 1e-12)
+                if found.rounds == 0:
+                    wire = StageMessages(*random.uniform(0.0, spread, (2, stages - 1)))
+                    sums = random.uniform(0.0, 4 * spread, stages).tolist()
+                    least = found.table.at_least(work, wire, sums)
+                    assert found.play(work, wire, sums) >= least * (1 - 1e-12)
         equal = StagePasses([1.0] * stages, [2.0] * stages, [1.0] * stages)
         if scheme.name in ("1f1b", "gpipe") and (scheme.name == "gpipe" or microbatches > ranks):
             least = step_lower_bound(degrees, stages, 2.0 * stages)

@@ -11,12 +11,17 @@ import pytest
 import torch
 
 from headway.capture import capture
+from headway.cli.plan.output import report_lines
 from headway.cluster.presets import of_preset
 from headway.cost.machines import machine_of
 from headway.errors import NothingFits
 from headway.graph.operator_fusion import fuse_light_operators
 from headway.planner.estimate.operators import PlanningWorkload
-from headway.planner.explain.alternatives import neighbour_plans
+from headway.planner.explain.alternatives import (
+    fewer_device_counts,
+    nearest_plans,
+    neighbour_plans,
+)
 from headway.planner.explain.infeasible import infeasible_error, least_memory
 from headway.planner.search import branch_and_bound
 from headway.planner.search.branch_and_bound import ALIKE, PlanSearch, find_plans
@@ -24,6 +29,8 @@ from headway.planner.search.plan_point import Point
 from headway.planner.search.request import PlanRequest
 from headway.workloads.transformer import TransformerConfig, TransformerLM
 from support.big_models import ids
+from support.plan_sweep import every_plan
+from support.planning import planning_result
 
 
 def gpt(*, layers: int, width: int, window: int = 256) -> PlanningWorkload:
@@ -123,3 +130,74 @@ def test_a_refusal_names_what_would_help_and_nothing_internal(wide: PlanningWork
         assert "memory" in str(error)
         assert "infeasible_error" not in str(error)
         assert "headway.planner" not in str(error)
+
+
+def test_a_plan_behind_many_that_do_not_fit_is_found(
+    wide: PlanningWorkload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first combinations of a schedule need too much memory, later ones do not."""
+    monkeypatch.setattr(branch_and_bound, "TABLES", 1)
+    question = asked(wide, "dgx-a100", 16, batch=16, schedules=("gpipe",), tensor=(1,), zero=(0,))
+    free = PlanSearch(replace(question, memory=np.inf))
+    need = least_memory(free)
+    assert need is not None
+    assert need.bytes < free.run().best.bytes
+    assert find_plans(replace(question, memory=float(need.bytes))).best.bytes <= need.bytes
+
+
+def test_fewer_devices_are_taken_where_they_are_faster(narrow: PlanningWorkload) -> None:
+    """Over slow links between nodes; not only half as many, and not only with as much memory."""
+    outcome = find_plans(asked(narrow, "8x-4090", 16, batch=16, tensor=(1,)))
+    counts = fewer_device_counts(outcome)
+    assert counts == (1, 2, 4, 8, 16)
+    found = find_plans(replace(outcome.question, devices=counts))
+    assert found.best.devices < 16
+    assert found.best.seconds <= outcome.best.seconds
+    assert fewer_device_counts(found) == ()
+
+
+def test_alternatives_are_on_devices_that_were_asked_for(narrow: PlanningWorkload) -> None:
+    outcome = find_plans(asked(narrow, "dgx-a100", 8, batch=64))
+    alone = replace(outcome, points=(outcome.best,), chosen=0)
+    assert {one.point.devices for one in nearest_plans(alone, 9)} == {8}
+    assert {one.point.devices for one in nearest_plans(alone, 9, fewer=True)} == {4, 8}
+
+
+@pytest.mark.parametrize("objective", ["fastest", "frontier"])
+def test_the_space_of_the_best_is_named_and_true(narrow: PlanningWorkload, objective: str) -> None:
+    question = asked(
+        narrow, "8x-4090", 4, batch=12, objective=objective, schedules=("1f1b", "gpipe"), zero=(0,)
+    )
+    outcome = find_plans(question)
+    lines = list(report_lines(planning_result(outcome)))
+    (said,) = (line for line in lines if line.startswith("Searched "))
+    space = (
+        "1f1b, gpipe; ZeRO 0; any tensor axis inside a node; one strategy for equal blocks of a "
+        "stage; cuts of least sum"
+    )
+    assert f"for {objective}: {space}. " in said
+    others = [point.seconds for point in every_plan(outcome.search)]
+    assert min(others) >= outcome.bound * (1 - 1e-9)
+    optimal = f"Within {outcome.gap:.1%} of the best of these" if outcome.gap >= 5e-4 else "Optimal"
+    assert optimal in said
+    loose = list(report_lines(planning_result(replace(outcome, bound=outcome.bound / 1.25))))
+    assert any("Within 25.0% of the best of these" in line for line in loose)
+
+
+def test_yes_is_said_only_of_what_surely_runs(narrow: PlanningWorkload) -> None:
+    """Of plans without a model at hand, which could be cut on trial."""
+    question = asked(narrow, "dgx-a100", 4, batch=16, recompute="pipeline")
+    search = PlanSearch(question)
+    result = planning_result(search.run())
+    said: dict[str, set[str]] = {}
+    for point in every_plan(search):
+        degrees = point.degrees
+        kind = "tensor" if degrees.tensor > 1 else "pipe" if degrees.pipeline > 1 else ""
+        said.setdefault(kind or f"ZeRO {degrees.zero}", set()).add(result.runs(point))
+    assert said["ZeRO 0"] == {"yes"}
+    for kind, unknown in (("pipe", "the cut"), ("ZeRO 1", "state in parts")):
+        assert said[kind] == {f"not known: {unknown}"}
+    assert all("the executor's own split" in one for one in said["tensor"])
+    plain = next(one for one in every_plan(search) if one.devices == one.degrees.data)
+    again = replace(plain, stages=(replace(plain.stages[0], recompute=True),))
+    assert result.runs(again) == "recomputation without a pipeline"

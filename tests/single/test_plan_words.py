@@ -131,7 +131,9 @@ def test_alternatives_without_what_is_forced_say_so(run):
 
 def test_a_plan_whose_model_cannot_be_cut_does_not_run_today(run):
     for model, code in (("even", 0), ("odd", 0)):
+        # Without --devices one device would do.
         asked = ("--cluster", "slow.toml", "--runnable", "--objective", "fastest", "--json")
+        asked += ("--devices", "2")
         done, out, err = run(model, *asked)
         assert done == code, err
         found = json.loads(out)

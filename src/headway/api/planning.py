@@ -29,7 +29,6 @@ from headway.api.plan_request import (
     build_question,
     device_prices,
     note_unknown_operators,
-    parse_device_counts,
     parse_search_options,
     training_length,
 )
@@ -38,7 +37,7 @@ from headway.cluster.presets import PRESETS, of_preset
 from headway.cost.machines import machine_of
 from headway.errors import NothingFits, PlanError, RecipeError
 from headway.planner.estimate.degrees import describe_degrees
-from headway.planner.explain.alternatives import fewer_devices_do
+from headway.planner.explain.alternatives import fewer_device_counts
 from headway.planner.explain.infeasible import infeasible_error
 from headway.planner.export.auto import RecipeLimits
 from headway.planner.export.prediction import with_prediction
@@ -68,6 +67,7 @@ class PlanningResult:
         outcome: The search's own answer: bound, gap, and the tables behind each point.
         currency: Of prices; "" where one is not known.
         length: How long the recipe trains, where prices are known.
+        any_devices: Whether no numbers of devices were asked for.
         model: The recipe itself, whose model is cut on trial; None: not at hand.
     """
 
@@ -80,6 +80,7 @@ class PlanningResult:
     length: TrainingLength
     capture_seconds: float
     search_seconds: float
+    any_devices: bool = False
     model: Recipe | None = None
 
     @property
@@ -196,8 +197,7 @@ def plan(
             "fewest-devices" or "cheapest"; where no price is known, device-hours.
         memory: Bytes of a device that may be used, or as in "80 GiB"; by default all of it.
         devices: 8, (6, 12), "8", "6,12" or "1..64" (powers of two, and both ends); by default the
-            cluster's, or fewer where half of them are as fast; of several types each whole or not
-            at all.
+            cluster's, or fewer where they are as fast; of several types each whole or not at all.
         price: Of a device, as in "2.5 USD/h"; by default the cluster's.
         force: What modules must do: "blocks.*=split", "head=replicate", "head=split:o" (an axis of
             the operator), "blocks.8=stage" (a stage begins there).
@@ -240,11 +240,12 @@ def plan(
     def search(limits: RecipeLimits) -> SearchResult:
         try:
             outcome = PlanSearch(question, limits.allow).run()
-            fewer = question.devices and options.counts is None and fewer_devices_do(outcome)
-            if not fewer:
+            if not question.devices or options.counts is not None:
                 return outcome
-            # Nobody has asked for all devices: some of them are more than all.
-            counts = parse_device_counts(f"1..{question.most}")
+            # Nobody has asked for all devices: some of them may be faster than all.
+            counts = fewer_device_counts(outcome)
+            if not counts:
+                return outcome
             return PlanSearch(replace(question, devices=counts), limits.allow).run()
         except NothingFits:
             # Only a preset says how further nodes are joined: a file that describes one node
@@ -270,6 +271,7 @@ def plan(
         length=training_length(captured.recipe) if prices else TrainingLength(),
         capture_seconds=captured_at - begin,
         search_seconds=perf_counter() - captured_at,
+        any_devices=options.counts is None,
         model=captured.recipe,
     )
 

@@ -558,6 +558,8 @@ OrderedCell = tuple[int, int, int, int, int]
 """A cell as `FixedOrder` plays it: the cell that its rank does before it; the cell of another rank
 whose result it needs; the index of its seconds; the link on which its result leaves, and the border
 that this crosses. -1: none. A plain tuple, which unpacks in two thirds of a named one's time."""
+PassKey = tuple[bool, int, tuple[str, int]]
+"""(whether it goes forward, stage, (pipe, micro-batch))"""
 _SECONDS = {
     ActionKind.FORWARD: 0,
     ActionKind.BACKWARD: 1,
@@ -570,8 +572,8 @@ _SECONDS = {
 class FixedOrder:
     """The fast path of `ScheduleTimer` for tables of compute alone along a chain of stages.
 
-    The order in which one run of the timer came by the cells puts causes before effects, whatever
-    the durations are: playing is one pass over a list, with the timer's arithmetic, so that times
+    An order in which ranks go on as far as they can puts causes before effects, whatever the
+    durations are: playing is one pass over a list, with the timer's arithmetic, so that times
     are the same to the last bit. A cell takes 0.3 us in place of 4 (wiring left out), and the
     search of a plan plays tables ten thousand times.
 
@@ -599,41 +601,82 @@ class FixedOrder:
         Raises:
             PlanError: The table cannot be executed.
         """
-        # Costs above zero, or messages would not be wired (a border that costs nothing adds
-        # nothing when it is played).
-        timer = ScheduleTimer(schedule, StageCosts.of(schedule.stages, message=1.0))
-        run, wiring = timer.run(), timer.wiring
-        if run.stuck:
-            raise _deadlock(schedule.name, wiring, run)
-        giver = {sent.event: cell for cell, found in enumerate(wiring.sends) for sent in found}
-        ends = [-1] * schedule.ranks
-        place: dict[int, int] = {}
-        last: dict[tuple[int, int], int] = {}
+        rank_of = {
+            (a.kind is ActionKind.FORWARD, a.stage, (a.pipe, a.microbatch)): rank
+            for rank, row in enumerate(schedule.order)
+            for a in row
+            if a.kind is not ActionKind.WEIGHT_GRAD
+        }
+        rows = [iter(row) for row in schedule.order]
+        heads = [next(row, None) for row in rows]
+        able = list(range(schedule.ranks))
+        waiting: dict[PassKey, int] = {}
+        place: dict[PassKey, int] = {}
+        links: dict[tuple[int, int], int] = {}
+        ends, last = [-1] * schedule.ranks, dict[tuple[int, int], int]()
         cells: list[OrderedCell] = []
-        for cell in run.done:
-            action, rank = wiring.actions[cell], wiring.ranks[cell]
-            stage, ahead = action.stage, action.kind == ActionKind.FORWARD
-            # Of a chain of stages a cell needs one message at most; what it needs of its own rank
-            # stands before it there.
-            sources = [place[giver[event]] for event in wiring.needs[cell] if event in giver]
-            source = sources[0] if sources else -1
-            seconds = _SECONDS[action.kind] * schedule.stages + stage
-            link = border = -1
-            if wiring.sends[cell]:
-                # Border b is behind stage b: a gradient crosses the border in front of its stage.
-                link, border = wiring.sends[cell][0].link, stage if ahead else stage - 1
-            place[cell] = len(cells)
-            cells.append((ends[rank], source, seconds, link, border))
-            ends[rank] = place[cell]
-            if action.kind in WEIGHT_GRADIENT_KINDS:
-                last[stage, rank] = place[cell]
-        return FixedOrder(cells, ends, last, wiring.links)
+        while able:
+            rank = able.pop()
+            while (action := heads[rank]) is not None:
+                kind, stage, visit = action.kind, action.stage, (action.pipe, action.microbatch)
+                ahead, late = kind is ActionKind.FORWARD, kind is ActionKind.WEIGHT_GRAD
+                own, source, link, border = (ahead, stage, visit), -1, -1, -1
+                if not ahead and (not late, stage, visit) not in place:
+                    break  # it never comes: what a gradient is made of stands before it
+                if not late:
+                    # What its rank gave it stands before it there; of a chain of stages a cell
+                    # needs one message at most.
+                    behind, onward = (stage - 1, stage + 1) if ahead else (stage + 1, stage - 1)
+                    came = (ahead, behind, visit)
+                    if 0 <= behind < schedule.stages:
+                        if came not in place:
+                            waiting[came] = rank
+                            break
+                        source = place[came] if rank_of[came] != rank else -1
+                    to = rank_of.get((ahead, onward, visit), rank)
+                    if to != rank:
+                        # Border b is behind stage b: a gradient crosses that in front of its stage.
+                        link = links.setdefault((rank, to), len(links))
+                        border = stage if ahead else onward
+                    place[own] = len(cells)
+                if kind in WEIGHT_GRADIENT_KINDS:
+                    last[stage, rank] = len(cells)
+                seconds = _SECONDS[kind] * schedule.stages + stage
+                cells.append((ends[rank], source, seconds, link, border))
+                ends[rank] = len(cells) - 1
+                heads[rank] = next(rows[rank], None)
+                if not late and own in waiting:
+                    able.append(waiting.pop(own))
+        if any(head is not None for head in heads):
+            time_schedule(schedule, StageCosts.of(schedule.stages))  # raises, and says where
+        return FixedOrder(cells, ends, last, len(links))
 
     def play(self, work: StagePasses, wire: StageMessages | None = None) -> OrderEnds:
         """When ranks and gradients are done; without a `wire` messages take no time."""
-        split = [b - w for b, w in zip(work.backward, work.weight, strict=True)]
-        seconds = [*work.forward, *work.backward, *split, *work.weight]
-        nothing = [0.0] * len(work.forward)
+        ends = self._played(_seconds_of(work), wire)
+        return OrderEnds(
+            tuple(ends[cell] if cell >= 0 else 0.0 for cell in self.ends),
+            {key: ends[cell] for key, cell in self.last.items()},
+        )
+
+    def idle(self, work: StagePasses) -> dict[tuple[int, int], float]:
+        """Of each (stage, rank) the seconds for which the rank waits once the stage's gradients are
+        complete."""
+        seconds = _seconds_of(work)
+        ends = self._played(seconds, None)
+        # What each rank has computed by the end of each cell.
+        busy: list[float] = []
+        for before, _, index, _, _ in self.cells:
+            busy.append((busy[before] if before >= 0 else 0.0) + seconds[index])
+        return {
+            (stage, rank): (ends[end] - ends[cell]) - (busy[end] - busy[cell])
+            for (stage, rank), cell in self.last.items()
+            for end in [self.ends[rank]]
+        }
+
+    def _played(self, seconds: Sequence[float], wire: StageMessages | None) -> list[float]:
+        """The end of every cell."""
+        nothing = [0.0] * len(seconds)
         latency, sent = wire or StageMessages(nothing, nothing)
         free = [0.0] * self.links
         ends: list[float] = []
@@ -650,10 +693,13 @@ class FixedOrder:
                 free[link] = left
                 time = left + latency[border]
             there.append(time)
-        return OrderEnds(
-            tuple(ends[cell] if cell >= 0 else 0.0 for cell in self.ends),
-            {key: ends[cell] for key, cell in self.last.items()},
-        )
+        return ends
+
+
+def _seconds_of(work: StagePasses) -> list[float]:
+    """Of F of all stages, then of B, I and W."""
+    split = [b - w for b, w in zip(work.backward, work.weight, strict=True)]
+    return [*work.forward, *work.backward, *split, *work.weight]
 
 
 WIDE = 64

@@ -70,7 +70,7 @@ def report_lines(result: PlanningResult) -> Iterator[str]:
     yield ""
     yield from _chosen(result)
     yield ""
-    yield from _alternatives(outcome)
+    yield from _alternatives(outcome, fewer=result.any_devices)
     yield ""
     rows = list(collective_lines(outcome.search, outcome.best))
     yield from islice(rows, MAX_COLLECTIVE_ROWS + 1)
@@ -104,7 +104,10 @@ def _space(question: PlanRequest) -> str:
     tensor = "any tensor axis inside a node"
     if question.tensor is not None:
         tensor = f"tensor {', '.join(map(str, question.tensor))}"
-    return f"{named}; ZeRO {zero}; {tensor}; one strategy for equal blocks of a stage"
+    return (
+        f"{named}; ZeRO {zero}; {tensor}; one strategy for equal blocks of a stage; "
+        "cuts of least sum"
+    )
 
 
 def _table(result: PlanningResult) -> Iterator[str]:
@@ -277,8 +280,8 @@ def device_hours_sentence(seconds: Mapping[str, float]) -> str:
     )
 
 
-def _alternatives(outcome: SearchResult) -> Iterator[str]:
-    found = nearest_plans(outcome)
+def _alternatives(outcome: SearchResult, *, fewer: bool) -> Iterator[str]:
+    found = nearest_plans(outcome, fewer=fewer)
     if not found:
         yield "no alternatives: no other plan is on the frontier or one step away"
         return
@@ -358,7 +361,7 @@ def report_data(result: PlanningResult) -> dict[str, object]:
         "collective_ranks": [
             {"stage": one.stage, "type": one.kind, "copies": one.copies} for one in collectives
         ],
-        "alternatives": [asdict(one) for one in nearest_plans(outcome)],
+        "alternatives": [asdict(one) for one in nearest_plans(outcome, fewer=result.any_devices)],
         "sources": sources_data(question),
     }
 

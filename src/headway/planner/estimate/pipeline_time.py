@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 
 from headway.errors import PlanError
 from headway.schedule.generators.registry import PLAIN, ScheduleOption, make_schedule
-from headway.schedule.lowering import eager_stages
 from headway.schedule.pipeline_schedule import COMPUTE_KINDS, ActionKind, PipelineSchedule
 from headway.schedule.timing import (
     AllReduceLanes,
@@ -127,8 +127,11 @@ class Timetable:
         # A rank of one stage has no compute behind that stage's last backward.
         if self.schedule is None or all(len(stages) == 1 for stages in self.hosted):
             return frozenset()
-        eager = eager_stages(self.schedule, "eager-opt")
-        return frozenset((stage, rank) for rank, stages in enumerate(eager) for stage in stages)
+        assert isinstance(self.order, FixedOrder)
+        ahead = [len(self.hosted) / self.stages] * self.stages
+        back = [2 * one for one in ahead]
+        idle = self.order.idle(StagePasses(ahead, back, ahead))
+        return frozenset(key for key, seconds in idle.items() if seconds > 0)
 
     def play(
         self, work: StagePasses, wire: StageMessages | None = None, sums: Sequence[float] = ()
@@ -144,6 +147,38 @@ class Timetable:
         done, gradients = self.order.play(work, wire)
         ready = {key: end if key in self._eager else done[key[1]] for key, end in gradients.items()}
         return max(self._summed(done, ready, sums), default=0.0)
+
+    def at_least(self, work: StagePasses, wire: StageMessages, sums: Sequence[float]) -> float:
+        """Seconds below which `play` is never, without playing; 0: of 1F1B nothing is known here.
+
+        Of every rank: the way of the first micro-batch to it, all that it computes, and the way
+        back of its last gradient, or the sums that follow its compute.
+        """
+        if self.schedule is None:
+            return 0.0
+        sent = [a + b for a, b in zip(*wire, strict=True)]
+        apart = [one if far else 0.0 for one, far in zip(sent, self._apart, strict=True)]
+        back = [b - w for b, w in zip(work.backward, work.weight, strict=True)]
+        to = [0.0, *accumulate(a + b for a, b in zip(work.forward, apart, strict=False))]
+        home = [0.0, *accumulate(a + b for a, b in zip(back, apart, strict=False))]
+        most = 0.0
+        for rank, row in enumerate(self.schedule.order):
+            each = zip(self.computed[rank], self.hosted[rank], strict=True)
+            own = sum(n * (work.forward[s] + work.backward[s]) for n, s in each)
+            last = row[-1]
+            returned = 0.0 if last.kind == ActionKind.WEIGHT_GRAD else home[last.stage]
+            late = sum(sums[s] for s in self.hosted[rank] if (s, rank) not in self._eager)
+            most = max(most, to[row[0].stage] + own + max(returned, late))
+        return most
+
+    @cached_property
+    def _apart(self) -> tuple[bool, ...]:
+        """Of each border whether it lies between two ranks in every pipe."""
+        assert self.schedule is not None
+        return tuple(
+            all(one.placement[s] != one.placement[s + 1] for one in self.schedule.pipes)
+            for s in range(self.stages - 1)
+        )
 
     def _summed(
         self, done: Sequence[float], ready: dict[tuple[int, int], float], sums: Sequence[float]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headway.planner.estimate.degrees import Degrees
 from headway.planner.estimate.operators import dtype_of, kernel_count
@@ -23,6 +23,8 @@ from headway.planner.search.neighbours import DegreeStep, degree_steps
 from headway.planner.search.operator_choices import operator_choices
 from headway.planner.search.plan_point import Point, describe_point, format_device_runs
 from headway.planner.search.request import PlanRequest
+from headway.plans.tensor_layout import divisors
+from headway.schedule.generators.registry import PLAIN
 from headway.units import format_bytes
 
 PlanFeatures = Mapping[str, str]
@@ -169,31 +171,50 @@ def step_price(question: PlanRequest, point: Point) -> float | None:
     return question.cost(point.devices, point.seconds, point.amounts)
 
 
-def nearest_plans(outcome: SearchResult, number: int = NEAREST) -> tuple[AlternativePlan, ...]:
+def nearest_plans(
+    outcome: SearchResult, number: int = NEAREST, *, fewer: bool = False
+) -> tuple[AlternativePlan, ...]:
     """The plans of the frontier that are nearest in time; where there is but one, as with a single
     objective, the plans that are one step away in a degree. Fastest first.
+
+    Args:
+        fewer: Whether plans on fewer devices than the request's numbers are shown, too.
     """
+    devices = outcome.question.devices
     best = outcome.best
     found = [("", point) for point in outcome.points if not _same(point, best)]
     if len(found) < number:
         around = neighbour_plans(outcome.search, best, most=outcome.question.most)
-        found += [(one.step, one.point) for one in around if one.point is not None]
+        found += [
+            (one.step, one.point)
+            for one in around
+            if one.point is not None and (fewer or not devices or one.point.devices in devices)
+        ]
     # Half the time and twice the time are equally far.
     found.sort(key=lambda line: abs(math.log(line[1].seconds / best.seconds)))
     kept = sorted(found[:number], key=lambda line: line[1].seconds)
     return tuple(_against(outcome.question, best, step, point) for step, point in kept)
 
 
-def fewer_devices_do(outcome: SearchResult) -> bool:
-    """Whether the chosen plan on half as many devices is as fast and needs no more memory."""
-    best, most = outcome.best, outcome.question.most
-    return any(
-        one.point.devices < best.devices
-        and one.point.seconds <= best.seconds
-        and one.point.bytes <= best.bytes
-        for one in neighbour_plans(outcome.search, best, most=most)
-        if one.point is not None
+def fewer_device_counts(outcome: SearchResult) -> tuple[int, ...]:
+    """Numbers of devices, the request's own included, where some plan on fewer devices is chosen
+    before the chosen one; empty: none is.
+    """
+    question, best = outcome.question, outcome.best
+    counts = {*divisors(best.devices), *(2**n for n in range(best.devices.bit_length()))}
+    # What even the work alone, evenly spread, makes slower is not searched.
+    work = float(outcome.search.bounds.work[0].sum()) * question.batch
+    few = sorted(n for n in counts if n < best.devices and work / n <= best.seconds)
+    named = {PLAIN.name, "all"} & {*question.schedules}
+    asked = replace(
+        question,
+        devices=tuple(few),
+        objective="fastest",
+        schedules=(PLAIN.name,) if named else question.schedules,
     )
+    if not few or not outcome.search.related(asked).beats(best):
+        return ()
+    return tuple(sorted({*counts, *question.devices}))
 
 
 def _same(one: Point, other: Point) -> bool:

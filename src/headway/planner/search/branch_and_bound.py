@@ -338,8 +338,12 @@ class PlanSearch:
         self.opened = 0
         self._found = False
         self._end = np.inf
+        self._objective = self.question.objective
         # Seconds that no plan of what was left closed is below.
         self._closed: dict[Combination, float] = {}
+        # (seconds, bytes) that no plan of a combination is below: without its tables, with them.
+        self._firsts: dict[Combination, tuple[float, float]] = {}
+        self._bounds: dict[Combination, tuple[float, float]] = {}
         self._known: np.ndarray = np.zeros((0, 3))
         self._candidates: dict[tuple[str, Degrees], PlanCandidate] = {}
         # Weak keys: what was picked on a candidate goes when `KEPT` drops it.
@@ -365,6 +369,23 @@ class PlanSearch:
         Raises:
             NothingFits: No plan is within the memory.
         """
+        considered = self._explore_all()
+        if not self.points:
+            raise self._impossible()
+        return self._outcome(considered)
+
+    def beats(self, point: Point) -> bool:
+        """Whether this question has a plan that is chosen before a known one of another question.
+
+        All that cannot is left closed, so that this takes little time.
+        """
+        self._begin()
+        self._add(point)
+        self._explore_all()
+        return self._choice(self.points) != point
+
+    def _explore_all(self) -> int:
+        """Opens what the bounds leave of all combinations; returns how many there are."""
         limit = self.question.seconds
         self._end = np.inf if limit is None else perf_counter() + limit
         bounded: list[Combination] = []
@@ -376,15 +397,14 @@ class PlanSearch:
         self._explore(bounded)
         for some in by_table.values():
             self._explore_tables(some)
-        if not self.points:
-            raise self._impossible()
-        return self._outcome(len(bounded) + sum(map(len, by_table.values())))
+        return len(bounded) + sum(map(len, by_table.values()))
 
     def _explore(self, some: Sequence[Combination], most: float = np.inf) -> set[Combination]:
         """Opens what the bounds leave, the least first; returns what was opened.
 
         Args:
-            most: Combinations that are opened at most, those with the least estimates first.
+            most: Combinations that are opened at most once a plan is found, those with the least
+                estimates first.
         """
         question, opened = self.question, set[Combination]()
         waiting: list[tuple[float, Combination, float, float, bool]] = []
@@ -397,14 +417,14 @@ class PlanSearch:
             heapq.heappush(waiting, (rank, combination, seconds, held, tight))
 
         for combination in some:
-            wait(combination, *self._first_bound(combination), tight=False)
+            wait(combination, *self._bound(combination), tight=combination in self._bounds)
         while waiting:
             _, combination, seconds, held, tight = heapq.heappop(waiting)
             if held > with_rounding(question.cap) or not np.isfinite(seconds):
                 continue
             # Without a plan the search goes on: a limit of time must not make a request infeasible.
             late = self._found and perf_counter() > self._end
-            full = len(opened) >= most
+            full = len(opened) >= most and bool(self.points)
             if late or full or self._beaten(seconds, question.cap, combination, held):
                 self._closed[combination] = seconds
                 continue
@@ -412,7 +432,9 @@ class PlanSearch:
             # Its own tables give a better bound, but take time: they are made when its turn comes.
             if not tight:
                 better = candidate.bound(question.cap)
-                wait(combination, max(seconds, better[0]), max(held, better[1]), tight=True)
+                both = max(seconds, better[0]), max(held, better[1])
+                self._bounds[combination] = both
+                wait(combination, *both, tight=True)
                 continue
             if not candidate.exists:
                 continue
@@ -427,12 +449,15 @@ class PlanSearch:
         What other schedules have found has no part in it, so that the answer to a request with
         more schedules is never worse.
         """
-        firsts = {one: self._first_bound(one) for one in some}
+        firsts = {one: self._bound(one) for one in some}
         cap = self.question.cap
         if all(self._beaten(seconds, cap, one, held) for one, (seconds, held) in firsts.items()):
             self._closed |= {one: seconds for one, (seconds, _) in firsts.items()}
             return
         before, self.points, self._known = self.points, [], np.zeros((0, 3))
+        # The way to the fastest plan first; what needs less memory is sought beside all others.
+        frontier = self._objective == "frontier"
+        self._objective = "fastest" if frontier else self._objective
         opened = self._explore(some, TABLES)
         waiting = {(one.kind, one.degrees): one for one in some if one not in opened}
         best: Point | None = None
@@ -448,6 +473,11 @@ class PlanSearch:
                     self._open(combination, candidate)
         for point in before:
             self._add(point)
+        self._objective = self.question.objective
+        if frontier:
+            closed = dict(self._closed)
+            self._explore(some, TABLES)
+            self._closed = closed
 
     def _around(
         self, point: Point, some: Mapping[tuple[str, Degrees], Combination]
@@ -518,6 +548,13 @@ class PlanSearch:
             orders=question.orders,
             one_level=int(min(inner, devices)),
         )
+
+    def _bound(self, combination: Combination) -> tuple[float, float]:
+        """The best known (seconds, bytes) that no plan of it is below."""
+        known = self._bounds.get(combination) or self._firsts.get(combination)
+        if known is None:
+            known = self._firsts[combination] = self._first_bound(combination)
+        return known
 
     def _first_bound(self, combination: Combination) -> tuple[float, float]:
         """(seconds, bytes) that no plan of it is below, without its own tables."""
@@ -591,14 +628,13 @@ class PlanSearch:
                     cap = min(cap, point.bytes)
                 elif not np.isfinite(known) or candidate.exhausted:
                     return
-            if self.question.objective != "frontier":
+            if self._objective != "frontier":
                 return
             cap *= candidate.band
 
     def _known_within(self, cap: float, combination: Combination) -> float:
         """Seconds from which on no plan of this band is of use."""
-        question = self.question
-        if question.objective == "frontier":
+        if self._objective == "frontier":
             # A slower one is beaten, or needs less than the band and is sought again below it.
             found = [
                 max(point.seconds, self._equal_cost(point, combination))
@@ -610,9 +646,9 @@ class PlanSearch:
             # However little faster than all, it is of use: it would be the chosen one.
             fastest = min((point.seconds for point in self.points), default=np.inf)
             return max(min(found, default=np.inf) / near, fastest)
-        if question.objective == "fastest":
+        if self._objective == "fastest":
             return min((point.seconds for point in self.points), default=np.inf)
-        if question.objective == "cheapest" and combination.layout is not None:
+        if self._objective == "cheapest" and combination.layout is not None:
             return min(
                 (self._equal_cost(point, combination) for point in self.points), default=np.inf
             )
@@ -652,7 +688,7 @@ class PlanSearch:
         """Whether nothing of use can be found."""
         if not len(self.points):
             return False
-        if self.question.objective == "frontier":
+        if self._objective == "frontier":
             room = max(held, min(cap, held / FINER), self.question.cap * LEAST)
             most = np.array(self._figures(combination, seconds * NEAR, room))
             fastest = self._known[:, 0].min() <= seconds

@@ -52,6 +52,7 @@ from headway.planner.search.device_layout import Combination
 from headway.planner.search.plan_point import CopyClass, Point, uniform_class
 from headway.planner.whale.load_balance import slowest_stage
 from headway.schedule.generators.registry import SCHEDULES, ScheduleOption
+from headway.schedule.timing import StagePasses
 
 # Times the mean number of units of a stage: cuts with longer stages are sought later, as most plans
 # are nearly even.
@@ -429,19 +430,28 @@ class PlanCandidate:
         return None if late else self._point(border, stages, parts=False), cuts.seconds(weight)
 
     def _at_least(self, border: str, stages: tuple[PointStage, ...]) -> float:
-        """Seconds below which 1F1B's table does not take, without simulating it; 0 of others."""
-        depth = SCHEDULES[self.degrees.schedule].held == "depth"
-        if not depth or self.book is None or self.book.rounds:
+        """Seconds that the table of a cut takes at least, without simulating it; 0: not known."""
+        book = self.book
+        if book is None or book.rounds:
             return 0.0
-        least = one_f_one_b_lower_bound(
-            self.degrees.microbatches,
-            np.array(self._in_flight),
-            np.array([stage.forward for stage in stages]),
-            np.array([stage.seconds for stage in stages]),
-            np.array(self.pricing.wire(self.book, border, stages)).sum(axis=0),
-            np.array(self.pricing.sums(stages)),
+        wire, sums = self.pricing.wire(book, border, stages), self.pricing.sums(stages)
+        forward, seconds = ([getattr(one, n) for one in stages] for n in ("forward", "seconds"))
+        if SCHEDULES[self.degrees.schedule].held == "depth":
+            least = one_f_one_b_lower_bound(
+                self.degrees.microbatches,
+                np.array(self._in_flight),
+                np.array(forward),
+                np.array(seconds),
+                np.array(wire).sum(axis=0),
+                np.array(sums),
+            )
+        else:
+            backward = [both - one for both, one in zip(seconds, forward, strict=True)]
+            work = StagePasses(forward, backward, [one.weight for one in stages])
+            least = book.table.at_least(work, wire, sums) * (1.0 - ROUNDING)
+        return least + max(
+            sum(stages[number].after for number in hosted) for hosted in book.table.hosted
         )
-        return least + max(stage.after for stage in stages)
 
     def planned(
         self,

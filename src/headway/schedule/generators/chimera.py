@@ -70,7 +70,10 @@ def chimera(
     _check(ranks, microbatches, pipes, mode)
     units = tuple(_units(ranks, microbatches, pipes, mode))
     chains = _pipes(ranks, units)
-    slots = _without_collisions(_slots(ranks, chains, units), chains)
+    slots = _slots(ranks, chains, units)
+    # Only double units of more than two pipes have collisions.
+    if pipes > 2 and any(unit.pair > 1 for unit in units):
+        slots = _without_collisions(slots, chains)
     used = tuple(pipe for pipe in chains.values() if pipe.microbatches)
     # A double unit has a pair of micro-batches in every forward slot: twice the activations.
     in_use = max(unit.pair for unit in units) * ranks
@@ -165,19 +168,18 @@ def _slots(
                     slots[forward] = unit.start + stage + 2 * (j // unit.pair)
                     slots[backward] = unit.start + 2 * ranks - 1 - stage + 2 * j
             done += taken
-    return slots
+    # Of one slot by micro-batch: the two forwards of a pair then follow each other on their rank.
+    return dict(sorted(slots.items(), key=lambda item: (item[1], item[0].microbatch)))
 
 
 def _without_collisions(
     wanted: dict[Action, int], chains: dict[str, SchedulePipe]
 ) -> dict[Action, int]:
     """By slots; what would meet something else waits, and so does what needs it."""
-    # Only double units of more than two pipes have collisions. The formulas put every action behind
-    # what it needs, so their order stays possible whoever waits.
+    # The formulas put every action behind what it needs: their order stays possible whoever waits.
     slots = dict[Action, int]()
     newest = dict[int, Action]()  # of each rank
-    # Of one slot by micro-batch: the two forwards of a pair then follow each other on their rank.
-    for action in sorted(wanted, key=lambda a: (wanted[a], a.microbatch)):
+    for action in wanted:
         rank = chains[action.pipe].placement[action.stage]
         before = newest.get(rank, action)
         if wanted[before] == wanted[action] and _are_pair(before, action):
