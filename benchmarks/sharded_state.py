@@ -5,15 +5,22 @@
 Both models live in the same processes and take turns, so that what disturbs the machine disturbs
 both. The peer is FSDP2 as its tutorial has it: `fully_shard` on each block and on the model, blocks
 resharded after forward (ZeRO 3) or not (ZeRO 1, 2); with `--peer redundancy` DDP with
-`ZeroRedundancyOptimizer`, torch's own ZeRO 1. A transformer of 4.8 M parameters. Bar: at most 1.05.
+`ZeroRedundancyOptimizer`, torch's own ZeRO 1. A transformer of 4.8 M parameters, really computed.
+Bar: at most 1.05.
+
+With `--alone headway` or `--alone peer` one of them runs by itself, and what is printed is the peak
+of its memory above that before the model was made: of the process, largest of the ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,9 +58,9 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def peer_of(zero: int, name: str) -> Callable[[], None]:
+def peer_of(zero: int, name: str, config: TransformerConfig) -> Callable[[], None]:
     torch.manual_seed(0)
-    model: nn.Module = TransformerLM(CONFIG)
+    model: nn.Module = TransformerLM(config)
     optimizer: torch.optim.Optimizer
     if name == "redundancy":
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -80,9 +87,9 @@ def peer_of(zero: int, name: str) -> Callable[[], None]:
     return step
 
 
-def product_of(zero: Any) -> Callable[[], None]:
+def product_of(zero: Any, config: TransformerConfig) -> Callable[[], None]:
     torch.manual_seed(0)
-    model = TransformerLM(CONFIG)
+    model = TransformerLM(config)
     plan = data_parallel(BATCH, processes=dist.get_world_size(), zero=zero)
     run = headway.Executor(model, adamw(model), loss=loss, plan=plan)
     batches = run.batches(Words(), epochs=None)
@@ -100,15 +107,43 @@ def timed(step: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
+def peak() -> float:
+    """MiB that the process has held at most, so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def run_alone(make: Callable[[], Callable[[], None]], words: str) -> None:
+    before = peak()
+    step = make()
+    for _ in range(WARM):
+        step()
+    most = torch.tensor(peak() - before)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    if dist.get_rank() == 0:
+        print(f"{words}: {most:.0f} MiB above {before:.0f} MiB ({time.strftime('%Y-%m-%d')})")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--zero", type=int, choices=[1, 2, 3], default=3)
     parser.add_argument("--peer", choices=["fully_shard", "redundancy"], default="fully_shard")
+    parser.add_argument("--alone", choices=["headway", "peer"])
+    parser.add_argument("--width", type=int, default=CONFIG.width)
     chosen = parser.parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    product, peer = product_of(chosen.zero), peer_of(chosen.zero, chosen.peer)
+    config = replace(CONFIG, width=chosen.width)
+    makers = {
+        "headway": partial(product_of, chosen.zero, config),
+        "peer": partial(peer_of, chosen.zero, chosen.peer, config),
+    }
+    if chosen.alone is not None:
+        words = f"ZeRO {chosen.zero}, {chosen.alone} ({chosen.peer}), width {chosen.width}"
+        run_alone(makers[chosen.alone], words)
+        dist.destroy_process_group()
+        return
+    product, peer = makers["headway"](), makers["peer"]()
     for _ in range(WARM):
         timed(product), timed(peer)
     pairs = []
