@@ -26,7 +26,6 @@ DEVICE = DeviceModel(
     depth=24.0,
     kernel=0.0,
     dispatch=5e-6,
-    skew=40e-6,
     sharpness=1.0,
     update=4e-9,
 )
@@ -59,7 +58,6 @@ def kernels(device=DEVICE, name="cpu"):
         dispatch=device.dispatch,
         kernel=device.kernel,
         updates={"AdamW": (9e-9, 6e-9, 3e-9), "clip": (3e-9, 2e-9, 1e-9)},
-        skew=device.skew,
         memory=device.memory,
         spread=1.02,
     )
@@ -128,7 +126,7 @@ def test_known_numbers_are_found_again_and_survive_the_file(tmp_path):
     cluster = read_cluster(path)
     assert (len(cluster.nodes), cluster.ranks) == (2, 4)
     found, wanted = device_of(cluster.devices["cpu"], "cpu"), DEVICE
-    for name in ("memory", "memory_rate", "efficiency", "depth", "kernel", "dispatch", "skew"):
+    for name in ("memory", "memory_rate", "efficiency", "depth", "kernel", "dispatch"):
         assert getattr(found, name) == pytest.approx(getattr(wanted, name), rel=1e-3), name
     assert found.update == pytest.approx(wanted.update, rel=1e-3)
     assert found.sharpness == 1

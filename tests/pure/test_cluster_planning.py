@@ -189,7 +189,6 @@ def test_a_preset_of_a_measured_machine_has_the_fitted_numbers():
         known["message_latency"],
     )
     assert machine.network.levels[1] == assumed_machine("a100").network.levels[1]
-    assert machine.whole_head == known["whole_head"]
     assert machine.device.update == known["update"]
     assert machine.device.source["update"] == machine.device.source["link_rate"]
     assert machine.device.source["update"].startswith("fitted")

@@ -23,7 +23,7 @@ from support.calibration import (
     minimise_least_squares,
     prediction_intervals,
 )
-from support.machines import assumed_machine, fitted_machine
+from support.machines import FITTED_FORMULA, assumed_machine, fitted_machine
 from support.transformer_formula import Transformer, TransformerSplit, price_transformer
 
 VTRAIN = Path(__file__).parents[3] / "shared" / "data" / "vtrain" / "single_node.csv"
@@ -67,7 +67,7 @@ def test_every_number_is_written_where_it_is_read():
         other = write(machine, value)
         changed = [key for key, (get, _) in NUMBERS.items() if get(other) != get(machine)]
         assert changed == [name]
-    assert set(FITTED["a100-80gb"]) == {prior.name for prior in PRIORS}
+    assert {*FITTED["a100-80gb"], *FITTED_FORMULA} == {prior.name for prior in PRIORS}
     assert NUMBERS["link_rate"][0](fitted_machine("a100")) == FITTED["a100-80gb"]["link_rate"]
 
 
@@ -241,7 +241,7 @@ def test_the_fitted_preset_is_what_these_rows_give(vtrain):
     steps, measured = vtrain
     own = steps.spread(72)
     found = calibrate(steps.take(own), measured[own], assumed_machine("a100"), PRIORS)
-    for name, value in FITTED["a100-80gb"].items():
+    for name, value in (FITTED["a100-80gb"] | FITTED_FORMULA).items():
         assert NUMBERS[name][0](found.machine) == pytest.approx(value, rel=2e-3), name
 
 

@@ -10,13 +10,13 @@ import pytest
 
 from headway.cluster.link import Link
 from headway.cost.device import DeviceModel
-from headway.cost.machines import Machine
 from headway.cost.network import HierarchicalNetwork, LinkLevel
 from headway.schedule.generators.registry import make_schedule
 from headway.schedule.stage_costs import StageCosts
 from headway.schedule.timing import time_schedule
 from support.machines import fitted_machine
 from support.transformer_formula import (
+    FormulaMachine,
     Transformer,
     TransformerSplit,
     layer_seconds,
@@ -29,7 +29,8 @@ GPT = Transformer(layers=24.0, hidden=2048.0, heads=16.0, sequence=1024.0)
 GPT3 = Transformer(layers=96.0, hidden=12288.0, heads=96.0, sequence=2048.0)
 A100 = fitted_machine("a100")
 # Nothing but arithmetic: no floors, memory without limit, links without latency.
-BARE = Machine(
+BARE = FormulaMachine(
+    skew=0.0,
     device=DeviceModel(
         name="bare",
         peak={"fp16": 1e14},
@@ -39,7 +40,6 @@ BARE = Machine(
         depth=0.0,
         kernel=0.0,
         dispatch=0.0,
-        skew=0.0,
         update=0.0,
     ),
     network=HierarchicalNetwork((LinkLevel(name="node", width=math.inf, link=Link(rate=1e11)),)),

@@ -346,7 +346,6 @@ def test_a_known_device_is_found_again():
         kernel=0.0,
         updates={"AdamW": (9e-9, 6e-9, 5e-9), "clip": (3e-9, 2e-9, 1e-9)},
         overlap=0.123456,
-        skew=0.0,
         memory=2.0**30,
         spread=1.0,
         kinds=(KernelTiming(kind="relu", forward=(0.0, 1e6, 1e-4), backward=(0.0, 2e6, 4e-4)),),

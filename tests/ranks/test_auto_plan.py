@@ -236,7 +236,6 @@ def readings(world):
         dispatch=5e-6,
         kernel=0.0,
         updates={"AdamW": (9e-9, 6e-9, 3e-9), "clip": (3e-9, 2e-9, 1e-9)},
-        skew=4e-5,
         memory=4e9,
         spread=1.02,
     )

@@ -18,21 +18,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.cost.device import Array
-from headway.cost.machines import DEVICE, Machine
+from headway.cost.machines import DEVICE
 from headway.errors import PlanError
 from support.transformer_formula import (
+    FormulaMachine,
     Transformer,
     TransformerSplit,
     TransformerStepTime,
     price_transformer,
 )
 
-Access = tuple[Callable[[Machine], float], Callable[[Machine, float], Machine]]
+Access = tuple[Callable[[FormulaMachine], float], Callable[[FormulaMachine, float], FormulaMachine]]
 """How a number is read from a machine, and written."""
 
 
 def _device(name: str) -> Access:
-    def write(machine: Machine, value: float) -> Machine:
+    def write(machine: FormulaMachine, value: float) -> FormulaMachine:
         fields: dict[str, Any] = {name: value}
         return replace(machine, device=replace(machine.device, **fields))
 
@@ -40,10 +41,10 @@ def _device(name: str) -> Access:
 
 
 def _link(part: str, name: str) -> Access:
-    def read(machine: Machine) -> float:
+    def read(machine: FormulaMachine) -> float:
         return float(getattr(getattr(machine.network.levels[0], part), name))
 
-    def write(machine: Machine, value: float) -> Machine:
+    def write(machine: FormulaMachine, value: float) -> FormulaMachine:
         inner, *outer = machine.network.levels
         link = replace(getattr(inner, part), **{name: value})
         levels = (replace(inner, **{part: link}), *outer)
@@ -58,6 +59,7 @@ NUMBERS: Mapping[str, Access] = {
     "link_latency": _link("link", "latency"),
     "message_rate": _link("message", "rate"),
     "message_latency": _link("message", "latency"),
+    "skew": (lambda machine: machine.skew, lambda machine, value: replace(machine, skew=value)),
     "whole_head": (
         lambda machine: machine.whole_head,
         lambda machine, value: replace(machine, whole_head=value),
@@ -256,7 +258,7 @@ class Calibration:
         error: Mean of |predicted / measured - 1| over these rows.
     """
 
-    machine: Machine
+    machine: FormulaMachine
     shapes: Array
     layer: Array
     head: Array
@@ -302,7 +304,7 @@ class Calibration:
 def calibrate(
     steps: StepTable,
     seconds: Array,
-    start: Machine,
+    start: FormulaMachine,
     priors: Sequence[Prior],
     options: CalibrationOptions | None = None,
 ) -> Calibration:
@@ -337,7 +339,7 @@ def calibrate(
 def prediction_intervals(
     steps: StepTable,
     seconds: Array,
-    start: Machine,
+    start: FormulaMachine,
     priors: Sequence[Prior],
     wanted: StepTable,
     *,
@@ -395,7 +397,7 @@ class CalibrationProblem:
 
     steps: StepTable
     measured: Array
-    start: Machine
+    start: FormulaMachine
     priors: tuple[Prior, ...]
     options: CalibrationOptions
     shapes: Array
@@ -406,7 +408,7 @@ class CalibrationProblem:
     def of(
         steps: StepTable,
         seconds: Array,
-        start: Machine,
+        start: FormulaMachine,
         priors: Sequence[Prior],
         options: CalibrationOptions,
     ) -> CalibrationProblem:
@@ -427,7 +429,7 @@ class CalibrationProblem:
     def size(self) -> int:
         return len(self.priors) + 2 * len(self.shapes)
 
-    def unpack(self, unknowns: Array) -> tuple[Machine, Array, Array]:
+    def unpack(self, unknowns: Array) -> tuple[FormulaMachine, Array, Array]:
         machine = self.start
         for prior, value in zip(self.priors, unknowns, strict=False):
             read, write = NUMBERS[prior.name]
@@ -439,7 +441,7 @@ class CalibrationProblem:
         head = self.options.head * (self.root @ unknowns[first + count :])
         return machine, layer, head
 
-    def misses(self, machine: Machine, layer: Array, head: Array) -> Array:
+    def misses(self, machine: FormulaMachine, layer: Array, head: Array) -> Array:
         """Logarithm of predicted / measured."""
         step = price_transformer(
             self.steps.model,

@@ -37,6 +37,19 @@ HEAD_KERNELS, EMBEDDING_KERNELS = 30.0, 12.0
 
 
 @dataclass(frozen=True, kw_only=True)
+class FormulaMachine(Machine):
+    """A machine with what only this formula knows of it, fitted with the rest.
+
+    Attributes:
+        skew: Seconds that the host waits in a collective for the other ranks, per doubling of them.
+        whole_head: Share of the usual matmul rate at which logits run that no tensor axis splits.
+    """
+
+    skew: float = 30e-6
+    whole_head: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Transformer:
     """A model of L equal layers of width h, s tokens and V words; each field is a number or an
     array.
@@ -135,7 +148,7 @@ class TransformerStepTime:
 def price_transformer(
     model: Transformer,
     split: TransformerSplit,
-    machine: Machine,
+    machine: FormulaMachine,
     *,
     layer_factor: Number = 1.0,
     head_factor: Number = 1.0,
@@ -209,7 +222,7 @@ def pipeline_seconds(
 
 
 def layer_seconds(
-    model: Transformer, split: TransformerSplit, machine: Machine
+    model: Transformer, split: TransformerSplit, machine: FormulaMachine
 ) -> tuple[Number, Number, Number]:
     """(forward, backward with recomputation, collectives in both) of one layer and micro-batch."""
     device, t = machine.device, split.tensor
@@ -228,7 +241,7 @@ def layer_seconds(
     two = two + device.seconds_of_kernels(BACKWARD_KERNELS + more)
     # One all-reduce behind attention and one behind the FFN in each pass (Megatron).
     summed = 2.0 * _over_tensor(model, split, machine)
-    waiting = 2.0 * device.skew * np.log2(t)
+    waiting = 2.0 * machine.skew * np.log2(t)
     host_one = device.seconds_of_host(FORWARD_KERNELS + more) + waiting
     host_two = device.seconds_of_host(BACKWARD_KERNELS + more) + waiting
     again = np.where(np.asarray(split.recompute) == "full", 1.0, 0.0)
@@ -240,7 +253,7 @@ def layer_seconds(
 
 
 def _products(
-    model: Transformer, split: TransformerSplit, machine: Machine
+    model: Transformer, split: TransformerSplit, machine: FormulaMachine
 ) -> tuple[Number, Number]:
     tokens, h, t = split.microbatch * model.sequence, model.hidden, split.tensor
     shapes = (
@@ -260,7 +273,7 @@ def _products(
 
 
 def _attention(
-    model: Transformer, split: TransformerSplit, machine: Machine
+    model: Transformer, split: TransformerSplit, machine: FormulaMachine
 ) -> tuple[Number, Number]:
     """Scores, softmax with its dropout, and the weighted sum; forward and backward."""
     device, rate = machine.device, machine.device.rate(machine.dtype)
@@ -277,12 +290,14 @@ def _attention(
     return forward + (9.0 + more) * streamed, backward + (11.0 + more) * streamed
 
 
-def _over_tensor(model: Transformer, split: TransformerSplit, machine: Machine) -> Number:
+def _over_tensor(model: Transformer, split: TransformerSplit, machine: FormulaMachine) -> Number:
     size = HALF_PRECISION_BYTES * split.microbatch * model.sequence * model.hidden
     return machine.network.all_reduce(size, split.tensor)
 
 
-def _ends(model: Transformer, split: TransformerSplit, machine: Machine) -> tuple[Number, Number]:
+def _ends(
+    model: Transformer, split: TransformerSplit, machine: FormulaMachine
+) -> tuple[Number, Number]:
     """Logits with their loss, and embedding, of one micro-batch, forward and backward."""
     device, t = machine.device, split.tensor
     tokens, h = split.microbatch * model.sequence, model.hidden
@@ -298,7 +313,7 @@ def _ends(model: Transformer, split: TransformerSplit, machine: Machine) -> tupl
     # behind them lie a normalisation, copies and the embedding's scatter.
     head = products + device.seconds_of_elementwise(tokens * (30.0 * part + 40.0 * h))
     embedding = device.seconds_of_elementwise(40.0 * tokens * h) + summed
-    waiting = device.skew * np.log2(t)
+    waiting = machine.skew * np.log2(t)
     return (
         device.join(device.seconds_of_host(HEAD_KERNELS) + 4.0 * waiting, head + summed + small),
         device.join(device.seconds_of_host(EMBEDDING_KERNELS) + waiting, embedding),
@@ -306,7 +321,7 @@ def _ends(model: Transformer, split: TransformerSplit, machine: Machine) -> tupl
 
 
 def _exchange(
-    model: Transformer, split: TransformerSplit, machine: Machine
+    model: Transformer, split: TransformerSplit, machine: FormulaMachine
 ) -> tuple[Number, Number]:
     """Over the data axis, and the optimiser's update, both on the fullest stage."""
     t, d, p = split.tensor, split.data, split.pipeline

@@ -407,7 +407,7 @@ def read_cluster(path: Path) -> Cluster:
 _WRITERS: Mapping[str, Callable[[float], str]] = {
     "memory": exact_bytes,
     **dict.fromkeys(("rate", "memory_rate"), exact_rate),
-    **dict.fromkeys(("latency", "kernel", "dispatch", "skew", "update", "gather"), exact_seconds),
+    **dict.fromkeys(("latency", "kernel", "dispatch", "update", "gather"), exact_seconds),
     **dict.fromkeys(("small", "middle", "large"), exact_seconds),
     **dict.fromkeys(
         ("step", "microbatch", "tensor", "piped_step", "piped_microbatch"), exact_seconds

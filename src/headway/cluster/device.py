@@ -17,7 +17,7 @@ from headway.documents import document, nearest
 from headway.units import Price, parse_bytes, parse_flops
 
 _SHARES = ("efficiency", "depth", "sharpness", "overlap")
-_TIMES = ("kernel", "dispatch", "skew", "update", "gather")
+_TIMES = ("kernel", "dispatch", "update", "gather")
 NUMBERS = ("memory", "memory_rate", *_SHARES, *_TIMES)
 """Names of a device's numbers, as in `cost.DeviceModel`."""
 FORMATS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8")
@@ -156,7 +156,6 @@ class Device:
         depth: Length of the summed dimension at which a matrix product reaches half of that.
         kernel: Seconds that any kernel costs on the device beyond its work.
         dispatch: Seconds that the host needs to issue one kernel.
-        skew: Seconds that a collective waits for the other ranks, per doubling of them.
         sharpness: 1: times of host and device add up; at infinity, the longer one alone counts.
         update: Seconds per parameter of the optimiser's step.
         updates: Of each optimiser's step alone, as `optimizer_name` calls it, and as "clip" of the
@@ -178,7 +177,6 @@ class Device:
     depth: float | None = None
     kernel: Seconds | None = None
     dispatch: Seconds | None = None
-    skew: Seconds | None = None
     sharpness: float | None = None
     update: Seconds | None = None
     gather: Seconds | None = None

@@ -59,7 +59,6 @@ class DeviceReadings:
         dispatch: Seconds to issue a tiny kernel, forward and backward.
         kernel: Seconds of a tiny kernel on the device beyond that.
         gather: Seconds to put one tensor of one sample into a batch.
-        skew: Seconds of waiting in a collective, per doubling of the ranks.
         memory: Bytes.
         spread: Usual time of a product over its shortest one.
         kinds: Of kernels in a training step.
@@ -75,7 +74,6 @@ class DeviceReadings:
     streams: SizeTimings
     dispatch: float
     kernel: float
-    skew: float
     memory: float
     spread: float
     kinds: tuple[KernelTiming, ...] = ()

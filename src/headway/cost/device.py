@@ -38,7 +38,6 @@ class DeviceModel:
         depth: Length of the summed dimension at which a matrix product reaches half of that.
         kernel: Seconds that any kernel costs on the device beyond its work.
         dispatch: Seconds that the host needs to issue one kernel.
-        skew: Seconds that the host waits in a collective for the other ranks, per doubling of them.
         sharpness: How little host and device hinder each other, at least 1: 1, times add up; at
             infinity, the longer one alone counts.
         update: Seconds per parameter of the optimiser's step, gradient norm and conversions.
@@ -58,7 +57,6 @@ class DeviceModel:
     depth: float = 60.0
     kernel: float = 4e-6
     dispatch: float = 40e-6
-    skew: float = 30e-6
     sharpness: float = 4.0
     update: float = 20e-12
     gather: float = 0.0
@@ -78,7 +76,7 @@ class DeviceModel:
             problems.append(f"efficiency is {self.efficiency:g}; between 0 and 1 is possible")
         if not self.sharpness >= 1:
             problems.append(f"sharpness is {self.sharpness:g}; it must be at least 1")
-        floors = ("depth", "kernel", "dispatch", "skew", "update", "gather")
+        floors = ("depth", "kernel", "dispatch", "update", "gather")
         problems += [f"{key} is negative" for key in floors if getattr(self, key) < 0]
         if problems:
             raise PlanError(f"no such device: {self.name}", problems=problems)

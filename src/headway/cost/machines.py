@@ -25,20 +25,15 @@ class Machine:
 
     Attributes:
         network: Ranks are numbered tensor axis first, then data, then pipeline.
-        whole_head: Share of the usual matmul rate at which logits run that no tensor axis splits.
     """
 
     device: DeviceModel
     network: HierarchicalNetwork
-    whole_head: float = 1.0
     dtype: str = "fp16"
 
 
 # Of the datasheet's memory rate that kernels reach; assumed.
 STREAM_EFFICIENCY = 0.73
-# Of the usual matmul rate, for logits that no tensor axis splits: a third on the A100 (`FITTED`);
-# the reason is not known.
-WHOLE_HEAD = 0.35
 
 DEVICE = (
     "efficiency",
@@ -46,7 +41,6 @@ DEVICE = (
     "memory_rate",
     "kernel",
     "dispatch",
-    "skew",
     "sharpness",
     "update",
 )
@@ -60,17 +54,16 @@ FITTED: Mapping[str, Mapping[str, float]] = {
         "memory_rate": 1.390e12,
         "kernel": 4.280e-6,
         "dispatch": 49.35e-6,
-        "skew": 35.87e-6,
         "sharpness": 2.163,
         "update": 18.59e-12,
         "link_rate": 211.3e9,
         "link_latency": 53.32e-6,
         "message_rate": 15.59e9,
         "message_latency": 67.16e-6,
-        "whole_head": 0.3311,
     }
 }
-"""See benchmarks/2026-11-prediction.md; fitted by `calibrate` of tests/support/calibration.py."""
+"""See benchmarks/2026-11-prediction.md; fitted by `calibrate` of tests/support/calibration.py, with
+two numbers that only its formula knows."""
 FITTED_SOURCE = "fitted 2026-11-22 to 72 of vTrain's single-node A100 runs (Bang et al. 2024)"
 
 
@@ -81,7 +74,7 @@ def assumed_device(name: str) -> DeviceModel:
         KeyError: There is no datasheet of this name.
     """
     sheet = datasheet_of(name)
-    guessed = ("efficiency", "depth", "kernel", "dispatch", "skew", "sharpness", "update")
+    guessed = ("efficiency", "depth", "kernel", "dispatch", "sharpness", "update")
     return DeviceModel(
         name=name,
         peak=sheet.peak,
@@ -126,7 +119,7 @@ def machine_of(cluster: Cluster, *, device: str | None = None, dtype: str | None
     if described.preset is None:
         return machine
     numbers = FITTED.get(DATASHEET_ALIASES.get(described.preset, described.preset), {})
-    return _with_fitted(replace(machine, whole_head=WHOLE_HEAD), numbers)
+    return _with_fitted(machine, numbers)
 
 
 def device_of(device: Device, name: str) -> DeviceModel:
@@ -174,5 +167,4 @@ def _with_fitted(machine: Machine, numbers: Mapping[str, float]) -> Machine:
         machine,
         device=replace(machine.device, **own, source=source),
         network=HierarchicalNetwork((inner, *outer)),
-        whole_head=taken.get("whole_head", machine.whole_head),
     )

@@ -434,7 +434,6 @@ def measure_kernels(
         dispatch=dispatch[0],
         gather=gather[0],
         kernel=0.0 if clock.on_host else _kernel(device, clock),
-        skew=0.0,
         memory=_memory(device, local_ranks),
         spread=spread,
         kinds=timed,

@@ -1,4 +1,4 @@
-"""Timed all-reduces, messages, skew and overlap among the ranks of one group.
+"""Timed all-reduces, messages and overlap among the ranks of one group.
 
 Every rank of a group times the same operations; an operation takes as long as on its slowest rank,
 and all ranks decide from these times, equally, how often to repeat and when to stop.
@@ -6,7 +6,6 @@ and all ranks decide from these times, equally, how often to repeat and when to 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from statistics import fmean, median
@@ -53,25 +52,6 @@ def measure_exchanges(group: dist.ProcessGroup, device: torch.device) -> LinkRea
         sums=_times(sums, group, clock),
         messages=tuple((size, seconds / 2) for size, seconds in both),
     )
-
-
-def measure_skew(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Seconds by which ranks wait for each other after equal work, per doubling; collective."""
-    clock, ranks = DeviceTimer(device), dist.get_world_size(group)
-    one, tiny = torch.ones(256, 256, device=device), torch.zeros(1, device=device)
-
-    def sums() -> None:
-        dist.all_reduce(tiny, group=group)
-
-    plain, after = [], []
-    for _ in range(_ROUNDS):
-        plain.append(clock.once(sums))
-        for _ in range(5):  # equal work on all ranks, which they do not end together
-            one @ one
-        clock.wait()
-        after.append(clock.once(sums))
-    # The wait is taken to grow with the logarithm of the ranks: hence per doubling.
-    return max(0.0, median(after) - median(plain)) / math.log2(ranks)
 
 
 def measure_overlap(group: dist.ProcessGroup, device: torch.device) -> float:

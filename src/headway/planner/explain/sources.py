@@ -148,7 +148,6 @@ def machine_numbers(question: PlanRequest) -> Iterator[MachineNumber]:
         "depth": f"{device.depth:.3g}",
         "kernel": format_seconds(device.kernel),
         "dispatch": format_seconds(device.dispatch),
-        "skew": format_seconds(device.skew),
         "sharpness": f"{device.sharpness:.3g}",
         "update": f"{device.update:.3g} s",
     }

@@ -25,7 +25,6 @@ from headway.capture.benchmark.kernels import measure_kernels
 from headway.capture.benchmark.links import (
     measure_exchanges,
     measure_overlap,
-    measure_skew,
     slowest_of,
 )
 from headway.capture.benchmark.timer import ROUNDS_SECONDS, Slowest, Visit, slowest_of_one
@@ -155,7 +154,6 @@ def measure_in(world: World, seconds: float = ROUNDS_SECONDS) -> list[RankReadin
     if world.ranks > 1:
         kernels = replace(
             kernels,
-            skew=measure_skew(_world_group(), world.device),
             overlap=measure_overlap(_world_group(), world.device),
         )
         inside = _among(world, by_node)
