@@ -43,11 +43,12 @@ KINDS = (
     "optimizer",
     "facts",
     "validation",
+    "journal",
 )
 STEP_KINDS = ("loss", "gradient", "parameter", "buffer", "optimizer")
 """Those of every step; share, exchange and residual are of an inexact exchange (see `replay`),
 unclipped is the gradient before its norm is limited, norm that number, facts are what a checkpoint
-holds beside tensors."""
+holds beside tensors, journal is what a run tells of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +181,12 @@ class Recorder:
     def validated(self, step: int, loss: float) -> None:
         """A validation after a step that has been taken."""
         self._put(step, "validation", "loss", torch.tensor(loss, dtype=torch.float64))
+
+    def told(self, step: int, numbers: Mapping[str, float | None]) -> None:
+        """What the journal of a run must tell of a step."""
+        for name, number in numbers.items():
+            if number is not None:
+                self._put(step, "journal", name, torch.tensor(number, dtype=torch.float64))
 
     def take(
         self,

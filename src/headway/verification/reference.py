@@ -111,6 +111,13 @@ def _record(
             )  # fmt: skip
             numbers["facts"] = numbers_of(facts_of(trained, after))
         recorder.take(step, loss, numbers, recorder.norm)
+        if job.whole:
+            first = batches[0]
+            rate = float(trained.optimizer.param_groups[0]["lr"])
+            recorder.told(step, {
+                "lr": rate, "norm": recorder.norm, "samples": first.samples,
+                "epoch": first.start.epoch, "position": first.start.position,
+            })  # fmt: skip
         if job.whole and job.validates(step) and recipe.validation is not None:
             recorder.validated(step, _validation(recipe, trained.model))
     recorder.recording().save(target)

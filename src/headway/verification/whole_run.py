@@ -18,10 +18,12 @@ from headway.run.training.run_directory import RunDirectory
 from headway.verification.recording import Recording
 from headway.verification.saved_facts import numbers_of
 
+JOURNAL = ("lr", "norm", "samples", "epoch", "position")
+
 
 def recorded_end(directory: Path, steps: Sequence[int], serial: Recording) -> Recording:
-    """The checkpoints of some steps, all losses and all validations, under the keys of the serial
-    recording; the facts of the first of these checkpoints."""
+    """The checkpoints of some steps, all losses, validations and lines of the journal, under the
+    keys of the serial recording; the facts of the first of these checkpoints."""
     run = RunDirectory(directory)
     found: dict[str, Tensor] = {}
     for step in steps:
@@ -44,6 +46,11 @@ def recorded_end(directory: Path, steps: Sequence[int], serial: Recording) -> Re
             kind = "loss" if row["event"] == "step" else "validation"
             loss = torch.tensor(row["loss"], dtype=torch.float64)
             found[f"{row['step']}/{kind}/loss"] = loss
+        if row.get("event") == "step":
+            for name in JOURNAL:
+                if row.get(name) is not None:
+                    number = torch.tensor(row[name], dtype=torch.float64)
+                    found[f"{row['step']}/journal/{name}"] = number
     return Recording(found, tuple(found))
 
 
@@ -55,7 +62,7 @@ def expected_end(serial: Recording, steps: Sequence[int], given: Recording) -> R
 
     def wanted(key: str) -> bool:
         step, kind, _ = key.split("/", 2)
-        if kind in ("loss", "validation", "facts"):
+        if kind in ("loss", "validation", "facts", "journal"):
             return True
         saved = kind in ("parameter", "optimizer") or (kind == "buffer" and key in given.tensors)
         return saved and int(step) in steps
