@@ -286,22 +286,32 @@ class _RecordedRun:
             for kind in ("unclipped", "gradient"):
                 found = self._recorder.of_kind(step, kind)
                 sums = {f"{n}/{t.shape}": replica_sync.checksum(t) for n, t in found.items()}
-                for name, ranks in self._apart_in(sums).items():
+                # Of stages only rank 0 has recorded anything.
+                everywhere = plan.pipe_degree == 1
+                for name, ranks in self._apart_in(sums, everywhere=everywhere).items():
                     self._apart[f"{step}/{kind}/{name.rpartition('/')[0]}"] = ranks
         return not parameters
 
-    def _apart_in(self, sums: Mapping[str, int]) -> dict[str, str]:
-        """Of which tensors the checksums of two ranks differ, and of which ranks; collective."""
-        everywhere: list[Mapping[str, int]] = [{}] * self._world.ranks
-        dist.all_gather_object(everywhere, sums)
+    def _apart_in(self, sums: Mapping[str, int], *, everywhere: bool = False) -> dict[str, str]:
+        """Of which tensors the checksums of two ranks differ, and of which ranks; collective.
+
+        Args:
+            everywhere: What one rank has, those that it exchanges it with must have.
+        """
+        found_on: list[Mapping[str, int]] = [{}] * self._world.ranks
+        dist.all_gather_object(found_on, sums)
         first: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
         apart: dict[str, str] = {}
-        for rank, known in enumerate(everywhere):
+        for rank, known in enumerate(found_on):
             for name, found in known.items():
                 group = self._group(name, rank)
                 holder, expected = first.setdefault((name, group), (rank, found))
                 if found != expected:
                     apart.setdefault(name, f"ranks {holder} and {rank} hold different numbers")
+        for (name, group), (holder, _) in first.items() if everywhere else ():
+            for rank in group or range(self._world.ranks):
+                if name not in found_on[rank]:
+                    apart.setdefault(name, f"rank {holder} has one, and rank {rank} has none")
         return apart
 
     def _group(self, name: str, rank: int) -> tuple[int, ...]:
