@@ -476,6 +476,12 @@ def test_boxes_in_several_files_become_whole_tensors(tmp_path: Path):
     assert sorted(os.listdir(tmp_path)) == ["m.safetensors", "run"]
 
 
+def test_a_destination_in_a_missing_directory_is_said(tmp_path: Path):
+    _sharded(tmp_path / "run" / "checkpoints")
+    with pytest.raises(CheckpointError, match="its directory does not exist"):
+        to_safetensors(tmp_path / "run", tmp_path / "none" / "m.safetensors")
+
+
 def test_rows_that_lie_together_are_written_together(tmp_path: Path, monkeypatch):
     column, square = np.arange(6000.0).reshape(3000, 2, 1), np.ones((10, 10))
     _write(

@@ -133,6 +133,11 @@ def test_ways_to_the_overview(words, capsys):
     assert "Usage: headway COMMAND" in capsys.readouterr().out
 
 
+def test_a_verdict_for_a_missing_directory_is_refused_before_anything_runs(tmp_path):
+    with pytest.raises(UsageError, match="there is no run directory"):
+        headway.verify("support.recipes:trapped", directory=tmp_path / "none")
+
+
 def test_version(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == headway.__version__

@@ -151,11 +151,17 @@ def verify(
         The verdict; `check()` raises unless it holds.
 
     Raises:
-        UsageError: No steps, or no number of processes.
+        UsageError: No steps, no number of processes, or no such directory.
         RecipeError: The recipe cannot be used, or not be sent to workers.
         PlanError: There can be no such plan.
         RunError: An exception in a rank.
     """
+    # Now, and not after an hour of verification.
+    if directory is not None and not Path(directory).is_dir():
+        raise UsageError(
+            f"there is no run directory {directory} for the verdict",
+            fix="Name one that `headway train` has made, or leave the option away.",
+        )
     reference = sendable_recipe(recipe, overrides)
     # An object has taken them in already.
     overrides = tuple(overrides) if isinstance(reference, str) else ()

@@ -75,6 +75,11 @@ def to_safetensors(source: Path, destination: Path) -> ConversionResult:
             f"holds no tensor whose name begins with {MODEL!r}", where=str(checkpoint)
         )
     _refuse_existing(destination)
+    folder = destination.absolute().parent
+    if not folder.is_dir():
+        raise CheckpointError(
+            "its directory does not exist", where=str(destination), fix=f"mkdir -p {folder}"
+        )
     entries = [manifest.tensors[name] for name in names]
     rows = [
         (name.removeprefix(MODEL), entry.dtype, entry.shape)
