@@ -695,7 +695,7 @@ def trained_lamb() -> Recipe:
 @case(whole=True, steps=2)
 def trained_large() -> Recipe:
     """Tensors of which each rank saves some rows."""
-    return replace(mlp(), model=lambda: Mlp(4_000))
+    return replace(mlp(), model=lambda: Mlp(30_000))
 
 
 @case(whole=True)
