@@ -38,6 +38,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent / "tests"
+OF_TORCH = ("torchinductor_", "torchelastic_")
+"""Its cache, and the logs that torchrun keeps."""
 LIMIT = 200.0
 STEPS = 30
 SHORT_TIMEOUT = "20 s"
@@ -108,10 +110,10 @@ FAMILIES = {
 
 KINDS = {
     # name: weight
-    "rank": 60,
-    "all ranks": 8,
-    "forkserver": 4,
-    "tracker": 3,
+    "rank": 150,
+    "all ranks": 20,
+    "forkserver": 8,
+    "tracker": 6,
     "launcher": 3,
     "everything": 2,
     "SIGTERM": 1,
@@ -410,7 +412,9 @@ def left_behind(folder: Path, alone: bool, all_killed: bool = False) -> list[str
             found += sockets()
         if not all_killed:
             found += [
-                f"tmp/{name}" for name in os.listdir(folder / "tmp") if "inductor" not in name
+                f"tmp/{name}"
+                for name in os.listdir(folder / "tmp")
+                if not name.startswith(OF_TORCH)
             ]
             found += namespaces() if alone else []
         if not found or time.monotonic() > deadline:
