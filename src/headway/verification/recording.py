@@ -238,7 +238,7 @@ def build_training_state(
     """Optimiser and scheduler of the recipe around a model.
 
     Args:
-        reference: headway's own optimisers step as their papers have it.
+        reference: headway's own optimisers step, and rates are scaled, as their papers have it.
     """
     given = GivenArguments()
     with given.noting() if reference else nullcontext():
