@@ -9,6 +9,7 @@ import time
 import tomllib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -28,10 +29,12 @@ from headway.run.distributed.heartbeat import (
     HeartbeatListener,
     ProcessIdentity,
     RankFailure,
+    connect_heartbeat,
 )
 from headway.run.distributed.heartbeat_message import LineError, SignedLines, decode, encode
 from headway.run.recipe.schema import apply_overrides, read_recipe
 from support.fuzzing import TOKENS, batches, fuzz
+from support.patience import patient
 
 every = pytest.mark.parametrize("cases", batches(), ids=str)
 
@@ -157,6 +160,31 @@ def test_fuzz_the_port_of_the_heartbeat(cases):
         assert hub.loss is None
     finally:
         hub.stop()
+
+
+def test_a_flood_from_elsewhere_turns_no_rank_away():
+    """A rank that has called and not yet proved who it is, as over a slow link."""
+    listener = HeartbeatListener.open(socket.create_server(("127.0.0.1", 0)), "127.0.0.1")
+    own = ProcessIdentity(rank=0, local_rank=0, node=0, host="a", machine="", pid=1, started="")
+    hub = Heartbeat(own, listener=listener)
+    hub.start()
+    strangers = []
+    try:
+        rank = connect_heartbeat(listener.notice, replace(own, rank=1))
+        for _ in range(300):
+            place = listener.server.getsockname()
+            strangers.append(socket.create_connection(place, 5, ("127.0.0.2", 0)))
+        deadline = time.monotonic() + patient(10)
+        while not hub.states().get(1):
+            assert rank.receive(time.monotonic()) is not None, "turned away"
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        rank.send({"bye": 1})
+    finally:
+        hub.stop()
+        rank.link.close()
+        for stranger in strangers:
+            stranger.close()
 
 
 # -- channels and the backend ---------------------------------------------------------------------

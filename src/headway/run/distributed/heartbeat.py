@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Literal
 
 from headway.channel.job_secret import job_secret, sign
+from headway.channel.rendezvous import least_welcome
 from headway.errors import HeadwayError, PeerLost, Stalled
 from headway.run.distributed.failure_record import mark_as_job_error, name_ranks
 from headway.run.distributed.heartbeat_message import LineError, SignedLines, clip, number, seconds
@@ -102,6 +103,7 @@ class HeartbeatConnection:
 
     Attributes:
         identity: Who it is; None until it has said so.
+        address: From which it has called; "" where this end called.
         begun: When the connection was made, in `time.monotonic` seconds.
         heard: When a message last arrived from it.
         doing: What it has done for more than a second, and since when; "" while it progresses.
@@ -109,12 +111,21 @@ class HeartbeatConnection:
         left: It said goodbye: no more heartbeats are expected.
     """
 
-    def __init__(self, link: socket.socket, now: float, key: bytes, *, calls: bool = False) -> None:
+    def __init__(
+        self,
+        link: socket.socket,
+        now: float,
+        key: bytes,
+        *,
+        calls: bool = False,
+        address: str = "",
+    ) -> None:
         # Nothing here may block: a dead network must not stop the thread that detects it.
         link.setblocking(False)
         with suppress(OSError):
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.link = link
+        self.address = address
         self.identity: ProcessIdentity | None = None
         self.begun = self.heard = now
         self.doing: tuple[str, float] = ("", now)
@@ -628,13 +639,13 @@ class Heartbeat:
     def _accept(self, now: float) -> None:
         assert self._listener is not None
         with suppress(OSError):
-            link, _ = self._listener.server.accept()
-            peer = HeartbeatConnection(link, now, self._key)
+            link, address = self._listener.server.accept()
+            peer = HeartbeatConnection(link, now, self._key, address=str(address[0]))
             self._peers.append(peer)
             self._selector.register(link, selectors.EVENT_READ, peer)
         strangers = self._strangers()
-        for peer in strangers[: max(len(strangers) - _MOST_STRANGERS, 0)]:
-            self._drop(peer)
+        if len(strangers) > _MOST_STRANGERS:
+            self._drop(least_welcome(strangers, [peer.address for peer in strangers]))
 
     def _strangers(self) -> list[HeartbeatConnection]:
         """Those that have called and not said who they are, the oldest first."""
