@@ -551,7 +551,7 @@ def run_once(seed: str, name: str, expected: Expected, alone: bool) -> dict[str,
             strange = strange_files(run, expected.files)
             wrong = f"strange files: {strange}" if strange else history_wrong(run)
         if wrong:
-            kept = Path("/tmp/h/kill_failed") / seed.replace("/", "-")
+            kept = Path(tempfile.gettempdir()) / "headway-kills" / seed.replace("/", "-")
             shutil.rmtree(kept, ignore_errors=True)
             shutil.copytree(run, kept) if run.exists() else None
     return {
