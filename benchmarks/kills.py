@@ -38,10 +38,12 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent / "tests"
+OF_TORCH = ("torchinductor_", "torchelastic_")
+"""Its cache, and the logs that torchrun keeps."""
 LIMIT = 200.0
 STEPS = 30
 SHORT_TIMEOUT = "20 s"
-RESTARTS = 12
+RESTARTS = 25
 NODES = 'nodes = 2\nbetween = { rate = "10 Gbit/s" }\n'
 
 
@@ -108,10 +110,10 @@ FAMILIES = {
 
 KINDS = {
     # name: weight
-    "rank": 60,
-    "all ranks": 8,
-    "forkserver": 4,
-    "tracker": 3,
+    "rank": 150,
+    "all ranks": 20,
+    "forkserver": 8,
+    "tracker": 6,
     "launcher": 3,
     "everything": 2,
     "SIGTERM": 1,
@@ -410,7 +412,9 @@ def left_behind(folder: Path, alone: bool, all_killed: bool = False) -> list[str
             found += sockets()
         if not all_killed:
             found += [
-                f"tmp/{name}" for name in os.listdir(folder / "tmp") if "inductor" not in name
+                f"tmp/{name}"
+                for name in os.listdir(folder / "tmp")
+                if not name.startswith(OF_TORCH)
             ]
             found += namespaces() if alone else []
         if not found or time.monotonic() > deadline:
@@ -505,14 +509,17 @@ def undisturbed(name: str, cache: Path) -> Expected:
 def plan_kills(random_: random.Random, family: Family) -> list[Kill]:
     kinds, weights = zip(*KINDS.items(), strict=True)
     kills: list[Kill] = []
-    wished = random_.randint(8, 16)
+    wished = random_.randint(12, 20)
     own = family.recipe == "own_loop"
     while len(kills) < wished:
         kind = "rank" if own else random_.choices(kinds, weights)[0]
         kills.append(Kill(kind, random_.choice(MOMENTS[:4] if own else MOMENTS)))
         if kind in LAST:
             break
-    return kills
+    # Those at the end of the run come last, or there would be nothing left to kill.
+    ending = kills.pop() if kills[-1].kind in LAST else None
+    kills.sort(key=lambda kill: "last step" in kill.moment)
+    return [*kills, ending] if ending else kills
 
 
 def run_once(seed: str, name: str, expected: Expected, alone: bool) -> dict[str, Any]:

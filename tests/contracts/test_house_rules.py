@@ -109,18 +109,6 @@ def leaves_groups_listening(tree):
     ]
 
 
-PICKLING = {"broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"}
-
-
-def unpickles_what_ranks_say(tree):
-    """Lines of torch's collectives of objects, which run what another rank sends."""
-    return [
-        node.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in PICKLING
-    ]
-
-
 @cache
 def parsed(path):
     """Once for all rules; they only read."""
@@ -168,15 +156,9 @@ def test_no_group_goes_on_listening():
     assert broken(leaves_groups_listening, "run/distributed/device_mesh.py") == []
 
 
-def test_ranks_tell_each_other_typed_text():
-    """Batches of the user's own types are the exception."""
-    assert broken(unpickles_what_ranks_say, "run/pipeline/step.py") == []
-
-
 @pytest.mark.parametrize(
     ("rule", "source"),
     [
-        (unpickles_what_ranks_say, "dist.all_gather_object(found, own)"),
         (leaves_groups_listening, "def f():\n    return dist.new_group([0])"),
         (reads_environment, "import os\nos.environ['A']"),
         (reads_environment, "import os\nos.getenv('A')"),

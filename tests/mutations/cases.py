@@ -278,6 +278,11 @@ def int8_scheduled() -> Recipe:
     return replace(int8(), scheduler=cosine)
 
 
+@case()
+def sign_of_layers() -> Recipe:
+    return replace(sign(), model=TwoWide, exchange=ExchangePlan(compress="sign"))
+
+
 @case(4)
 def sign_of_four() -> Recipe:
     return compressed("sign")
@@ -296,6 +301,18 @@ def topk() -> Recipe:
 @case()
 def mstopk() -> Recipe:
     return compressed("mstopk:0.1")
+
+
+def _alike() -> Points:
+    """All features are the same, so that many gradients are equally large."""
+    points = Points()
+    points.x = points.x[:, :1].expand(-1, FEATURES).contiguous()
+    return points
+
+
+@case()
+def mstopk_of_equals() -> Recipe:
+    return replace(mstopk(), model=lambda: Mlp(400), data=_alike)
 
 
 @case()
@@ -323,7 +340,7 @@ def powersgd() -> Recipe:
 
 @case()
 def fp16_priority() -> Recipe:
-    return compressed("fp16", priority=True, chunk="500")
+    return replace(compressed("fp16", priority=True, chunk="500"), clip=None)
 
 
 @case(4)
@@ -575,6 +592,12 @@ def tensor_3d() -> Recipe:
 
 
 @case(8)
+def tensor_deep() -> Recipe:
+    """Two squares, one behind the other."""
+    return layers(tensor=(2, 2, 2), form="summa")
+
+
+@case(8)
 def tensor_cube() -> Recipe:
     return layers(tensor=(2, 2, 2))
 
@@ -677,6 +700,42 @@ def trained_compressed() -> Recipe:
     return replace(compressed("topk:0.1"), checkpoint_every=3)
 
 
+@case(4, whole=True, steps=2)
+def trained_sign() -> Recipe:
+    """Four ranks that serve parts are resumed by two, which do not."""
+    return sign()
+
+
+@case(whole=True, steps=2)
+def trained_powersgd() -> Recipe:
+    return powersgd()
+
+
+@case(whole=True, steps=2)
+def trained_randomk() -> Recipe:
+    return randomk()
+
+
+@case(4, whole=True, steps=2)
+def trained_hitopk() -> Recipe:
+    return hitopk()
+
+
+@case(whole=True, steps=2)
+def trained_adaptive() -> Recipe:
+    return adaptive()
+
+
+@case(whole=True, steps=2)
+def trained_int8() -> Recipe:
+    return int8()
+
+
+@case(whole=True, steps=2)
+def trained_adasum() -> Recipe:
+    return adasum()
+
+
 @case(whole=True)
 def trained_dropping() -> Recipe:
     return replace(mlp(), model=WithDropout)
@@ -695,7 +754,7 @@ def trained_lamb() -> Recipe:
 @case(whole=True, steps=2)
 def trained_large() -> Recipe:
     """Tensors of which each rank saves some rows."""
-    return replace(mlp(), model=lambda: Mlp(4_000))
+    return replace(mlp(), model=lambda: Mlp(30_000))
 
 
 @case(whole=True)
@@ -739,6 +798,11 @@ def augmented() -> Recipe:
 @case()
 def scaled_rate() -> Recipe:
     return replace(mlp(), scale_rate="linear from 4 samples")
+
+
+@case()
+def scaled_rate_root() -> Recipe:
+    return replace(mlp(), scale_rate="square_root from 4 samples")
 
 
 def _warming(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:

@@ -53,7 +53,7 @@ def mapped_tokens() -> Recipe:
 
 
 def rows() -> ArraySource:
-    x = numbers_of(2).normal(size=(40, FEATURES))
+    x = numbers_of(2).normal(size=(40, FEATURES)).astype("float32")
     y = numbers_of(3).integers(0, 4, 40)
     return ArraySource(written("x.npy", x), written("y.npy", y))
 
@@ -201,7 +201,10 @@ class DroppingSegmenter(Segmenter):
 def slabs() -> SlabSource:
     """Volumes in one file for each sample, and all labels in another."""
     made = numbers_of(4)
-    files = [written(f"volume-{n}.npy", made.normal(size=(2, 8, 6, 6))) for n in range(24)]
+    files = [
+        written(f"volume-{n}.npy", made.normal(size=(2, 8, 6, 6)).astype("float32"))
+        for n in range(24)
+    ]
     labels = written("labels.npy", made.integers(0, 3, (24, 8, 6, 6)))
     return SlabSource(NpySlabs(files), NpySlabs(labels))
 

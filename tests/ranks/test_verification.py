@@ -61,7 +61,7 @@ def test_right_runs_are_equal(tmp_path, name, size):
     comparison = verdict(tmp_path, name, size)
     assert comparison.equal, str(comparison.first)
     kinds = {d.kind for d in comparison.differences}
-    clipped = {"unclipped"} if name == "mlp" else set()
+    clipped = {"unclipped", "norm"} if name == "mlp" else set()
     assert kinds == {"loss", "gradient", "parameter", "optimizer"} | clipped
     assert {d.step for d in comparison.differences} == {1, 2, 3, 4}
 

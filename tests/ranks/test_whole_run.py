@@ -21,7 +21,7 @@ def test_training_and_resumed_runs_end_as_the_serial_run():
     for name, end in whole.items():
         assert end.equal, f"{name}: {end.first}"
         kinds = {difference.kind for difference in end.differences}
-        assert kinds == {"loss", "facts", "parameter", "optimizer", "validation"}
+        assert kinds == {"loss", "facts", "parameter", "optimizer", "validation", "journal"}
 
 
 @pytest.mark.slow

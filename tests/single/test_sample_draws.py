@@ -7,10 +7,13 @@ import pytest
 import torch
 
 from headway.data import Cursor, SampleOrder
+from headway.data.order import sample_seeds
 from headway.data.source import TensorSource
 from headway.errors import NotEqual
 from headway.plans import BatchSplit
+from headway.run.step import randomness
 from headway.run.step.randomness import LogicalRandomness
+from headway.verification.draw_definitions import seeds_of_samples, shuffled
 from headway.verification.sample_draws import check_sample_draws
 from headway.verification.samples import epoch_order, reference_batches
 
@@ -64,3 +67,32 @@ def test_shares_that_overlap_are_noticed(monkeypatch):
     monkeypatch.setattr(BatchSplit, "share", lambda self, r, n, s=None: original(self, 0, n, s))
     with pytest.raises(NotEqual, match="not the global batch"):
         batches(BatchSplit(samples=4))
+
+
+@pytest.mark.parametrize(("length", "seed", "epoch"), [(1, 0, 0), (10, 1, 0), (97, 2**40, 3)])
+def test_orders_and_seeds_are_those_of_the_second_transcription(length, seed, epoch):
+    order = SampleOrder(length, seed).indices(epoch, 0, length)
+    assert np.array_equal(order, shuffled(length, seed, epoch))
+    assert sample_seeds(seed, epoch, 2, 5) == seeds_of_samples(seed, epoch, range(2, 5))
+
+
+def test_an_order_of_another_seed_is_noticed(monkeypatch):
+    original = SampleOrder.indices
+    monkeypatch.setattr(
+        SampleOrder,
+        "indices",
+        lambda self, *places: original(SampleOrder(self.length, self.seed + 1), *places),
+    )
+    with pytest.raises(NotEqual, match="the order of epoch 0 is not the one"):
+        epoch_order(97, 0, 0)
+
+
+def test_draws_that_leave_out_the_epoch_are_noticed(monkeypatch):
+    original = randomness.mix_seeds
+    monkeypatch.setattr(
+        randomness,
+        "mix_seeds",
+        lambda *parts: original(parts[0], parts[2]) if len(parts) == 3 else original(*parts),
+    )
+    with pytest.raises(NotEqual, match="is not the one that seed, epoch, draw and sample define"):
+        check_sample_draws(2**63 + 1)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from headway.api.inputs import PlanInput, RecipeInput, resolve_plan, sendable_recipe
 from headway.api.training import train_to_prove
-from headway.errors import HeadwayError, NotEqual, UsageError
+from headway.errors import HeadwayError, NotEqual, UsageError, WorkerFailed
 from headway.launch.forkserver import gc_paused, start_forkserver
 from headway.launch.preflight import check_processes
 from headway.run.recipe.check import check_recipe
@@ -47,7 +47,8 @@ class EquivalenceResult:
             compressor.
         failure: The error that has ended the run after the first difference.
         whole: With `whole`: what training runs leave behind ("trained", "resumed", "resumed with 1
-            process", of a plan that keeps parts also "resumed from 1 process") with the serial run.
+            process", of a plan that keeps parts also "resumed from 1 process") with the serial run;
+            of an inexact exchange training runs with it, too, with their replay.
     """
 
     processes: int
@@ -141,8 +142,8 @@ def verify(
             one micro-batch at a time.
         whole: Train, too, twice as many steps from the first sample on, with checkpoints and
             validations, and resume in the middle with the same plan and with another one: each run
-            must end as the serial one. Not of schedules without a flush; an inexact exchange is
-            exact in these runs.
+            must end as the serial one. An inexact exchange is exact in these runs, and resumed
+            runs with it are replayed as well. Not of schedules without a flush.
         overrides: "key=value" changes to the recipe.
         directory: A run directory, in which the verdict is kept for its report.
         on_run: Called with the verdict on each number of processes as soon as it is known.
@@ -226,7 +227,8 @@ def _verify_split_runs(
             except HeadwayError as error:
                 raise failure or error from None
             if failure is not None and comparison.equal and not _differs(replay):
-                raise failure  # what was recorded before does not explain it
+                # What was recorded before does not explain it.
+                raise _failed_alone(inexact, failure) if inexact.exists() else failure
             ends = _whole_runs(job, count, pieces) if whole and not delayed and not failure else {}
             seconds = perf_counter() - start
             verdict = EquivalenceResult(count, comparison, seconds, replay, delayed, failure, ends)
@@ -249,16 +251,40 @@ def _recorded_until_failure(
     return None
 
 
+def _failed_alone(recording: Path, failure: HeadwayError) -> HeadwayError:
+    """The verdict on an inexact exchange that has failed, where the same steps without it went
+    well."""
+    from headway.verification.recording import Recording
+
+    if not isinstance(failure, WorkerFailed):
+        return failure  # that says what to do
+    step = Recording.load(recording).complete_steps + 1
+    return NotEqual(
+        f"the run with the inexact exchange fails in step {step}, and without compression it does "
+        "not",
+        where=failure.where,
+        why=str(failure),
+    )
+
+
 def _whole_runs(job: VerifyJob, processes: int, pieces: bool) -> dict[str, Comparison]:
     """Training runs of a plan against the serial one: from the beginning, and resumed."""
     from headway.verification.compare import compare
-    from headway.verification.distributed_run import trained_plan
+    from headway.verification.distributed_run import simple_plan, trained_plan, uncompressed
     from headway.verification.recording import Recording
     from headway.verification.reference import record_serial
-    from headway.verification.whole_run import expected_end, recorded_end, without_last
+    from headway.verification.whole_run import (
+        check_end,
+        check_resumption,
+        expected_end,
+        recorded_end,
+        without_last,
+    )
 
     job = replace(job, whole=True)
     middle, last, found = job.steps, 2 * job.steps, {}
+    # More than one checkpoint, of which the newest is the one to resume from.
+    overrides = _training_overrides(job, last, max(1, job.steps // 2))
     other = 1 if processes > 1 else 2
     with tempfile.TemporaryDirectory(prefix="headway-verify-") as folder:
         serial = Path(folder) / "serial.safetensors"
@@ -270,49 +296,121 @@ def _whole_runs(job: VerifyJob, processes: int, pieces: bool) -> dict[str, Compa
             directory = Path(folder) / name.replace(" ", "-")
             if start is not None:
                 shutil.copytree(start, directory)
-                without_last(directory, last)
-            train_to_prove(
-                job.recipe,
-                plan,
-                overrides=(*job.overrides, *_whole_settings(job)),
-                directory=directory,
-                resume=start is not None,
-            )
+                without_last(directory, middle)
+            try:
+                train_to_prove(
+                    job.recipe,
+                    plan,
+                    overrides=overrides,
+                    directory=directory,
+                    resume=start is not None,
+                )
+            except HeadwayError as error:
+                if start is None:
+                    raise
+                # The same steps went well without a checkpoint between them.
+                raise NotEqual(
+                    f"a training run ({name}) does NOT end as the serial run: it fails",
+                    where=f"{plan.ranks} processes",
+                    why=str(error),
+                    fix="Look at what is restored from the checkpoint.",
+                ) from error
+            check_end(directory, name, last)
+            if start is not None:
+                check_resumption(directory, name, middle)
             given = recorded_end(directory, (middle, last), reference)
             expected = expected_end(reference, (middle, last), given)
             found[name] = compare(expected, given)
             return directory
 
-        plan, simple = trained_plan(job, processes), trained_plan(job, other, simple=True)
-        first = run("trained", plan, None)
-        run("resumed", plan, first)
-        noun = "process" if other == 1 else "processes"
-        elsewhere = run(f"resumed with {other} {noun}", simple, first)
-        if plan.memory.zero or plan.split.ranks > 1 or plan.pipe_degree > 1:
+        wanted = trained_plan(job, processes)
+        exact = uncompressed(wanted)
+        first = run("trained", exact, None)
+        run("resumed", exact, first)
+        elsewhere = run(f"resumed with {_counted(other)}", simple_plan(job, other), first)
+        if exact.memory.zero or exact.split.ranks > 1 or exact.pipe_degree > 1:
             # Parts of what was saved whole.
-            run(f"resumed from {other} {noun}", plan, elsewhere)
+            run(f"resumed from {_counted(other)}", exact, elsewhere)
+        if not wanted.exchange.exact and processes > 1:
+            found |= _resumed_exchanges(job, wanted, Path(folder))
     return found
 
 
-def _whole_settings(job: VerifyJob) -> list[str]:
+def _training_overrides(job: VerifyJob, stop: int, often: int) -> tuple[str, ...]:
     """Changes to the recipe for runs that are compared from end to end."""
     settings = {
-        "stop": 2 * job.steps,
-        "checkpoint_every": job.steps,
-        "checkpoint_keep": 2,
+        "stop": stop,
+        "checkpoint_every": often,
+        "checkpoint_keep": 5,
         "validate_every": job.validate_every,
         "precision": '"float64"',
     }
-    return [f"{key}={value}" for key, value in settings.items()]
+    return (*job.overrides, *(f"{key}={value}" for key, value in settings.items()))
+
+
+def _counted(processes: int) -> str:
+    return "1 process" if processes == 1 else f"{processes} processes"
+
+
+def _resumed_exchanges(job: VerifyJob, plan: Plan, folder: Path) -> dict[str, Comparison]:
+    """A training run with its inexact exchange, and what is resumed from its checkpoint."""
+    from headway.checkpoint.directory import step_path
+    from headway.run.training.job import TrainJob
+    from headway.run.training.run_directory import RunDirectory
+    from headway.verification.distributed_run import simple_plan
+    from headway.verification.resumed_run import ResumedRun, record_replays, record_training
+
+    def run(name: str, plan: Plan, stop: int, start: Path | None) -> ResumedRun:
+        target = folder / f"{name.replace(' ', '-')}.safetensors"
+        directory = target.with_suffix("")
+        if start is not None:
+            shutil.copytree(start, directory)
+        asked = TrainJob(
+            recipe=job.recipe,
+            overrides=_training_overrides(job, stop, job.steps),
+            directory=directory,
+            plan=plan,
+            resume=start is not None,
+            device="cpu",
+            timeout_seconds=job.timeout_seconds,
+            patience_seconds=job.timeout_seconds,
+            trace_every=0,
+        )
+        _start(partial(record_training, train=asked), job, target, plan.ranks)
+        return ResumedRun(target, plan)
+
+    names = {"resumed with its exchange": plan}
+    other = 2 if plan.ranks != 2 else 3
+    # Ranks of parts belong to one number of processes.
+    alone = plan.data_degree == plan.ranks and not any(part.ranks for part in plan.exchange.parts)
+    if alone and other <= plan.batch.samples:
+        exchanging = f"resumed with its exchange and {_counted(other)}"
+        names[exchanging] = simple_plan(job, other, plan)
+    first = run("trained with its exchange", plan, job.steps, None)
+    directory = first.target.with_suffix("")
+    resumed = {name: run(name, one, 2 * job.steps, directory) for name, one in names.items()}
+    checkpoint = step_path(RunDirectory(directory).checkpoints, job.steps)
+    entry = partial(
+        record_replays, first=first, checkpoint=checkpoint, resumed=tuple(resumed.values())
+    )
+    _start(entry, job, first.target, 1)
+    runs = {"trained with its exchange": first, **resumed}
+    return {name: _compared_replay(one.target) for name, one in runs.items()}
 
 
 def _replayed(job: VerifyJob, run: Path, processes: int) -> Comparison:
     """A run with an inexact exchange against what one process makes of it."""
-    from headway.verification.compare import compare
-    from headway.verification.recording import Recording
-    from headway.verification.replay import record_replay, replay_files
+    from headway.verification.replay import record_replay
 
     _start(partial(record_replay, ranks=processes), job, run, 1)
+    return _compared_replay(run)
+
+
+def _compared_replay(run: Path) -> Comparison:
+    from headway.verification.compare import compare
+    from headway.verification.recording import Recording
+    from headway.verification.replay import replay_files
+
     expected, given = map(Recording.load, replay_files(run))
     return compare(expected, given)
 
@@ -374,8 +472,10 @@ def _differs(comparison: Comparison | None) -> bool:
 def _not_whole(verdict: EquivalenceResult) -> NotEqual:
     name, end = next((n, one) for n, one in verdict.whole.items() if not one.equal)
     others = [str(difference) for difference in end.wrong]
+    must = "is NOT what one process makes of it" if "its exchange" in name else ""
     return NotEqual(
-        f"a training run ({name}) does NOT end as the serial run; first difference: {others[0]}",
+        f"a training run ({name}) {must or 'does NOT end as the serial run'}; "
+        f"first difference: {others[0]}",
         where=f"{verdict.processes} processes",
         why=f"{len(others)} values differ:\n  " + "\n  ".join(others[:5]),
         fix="The steps themselves are equal: look at checkpoints, at what is restored from them, "

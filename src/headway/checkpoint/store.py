@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from headway.channel.facts import gather_facts
 from headway.checkpoint.directory import (
     check_file,
     committed_steps,
@@ -308,7 +308,9 @@ class CheckpointStore:
     def _agree(self, value: T) -> list[T]:
         if self._group is None:
             return [value]
-        return gather_facts(value, self._group)
+        values: list[Any] = [None] * self.ranks
+        dist.all_gather_object(values, value, group=self._group)
+        return values
 
 
 def _explain(error: BaseException, task: str, directory: Path) -> CheckpointError:

@@ -16,9 +16,9 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch.distributed as dist
 from torch import Tensor
 
-from headway.channel.facts import gather_facts
 from headway.comm.compress.state import STATE_PREFIX
 from headway.comm.lanes.buckets import Bucket, BucketNames
 from headway.comm.tuning.autotuning import AdaptiveExchange, BucketArrangement
@@ -58,12 +58,27 @@ def record_in_world(world: World, job: VerifyJob, target: Path) -> None:
     plan = recipe_plan(recipe, job.plan, world.ranks)
     if job.plan is None:
         check_plan(recipe, plan)
-    world = _on_two_nodes(world, plan)
+    world = on_two_nodes(world, plan)
     if plan.exchange.exact or world.ranks == 1:
-        _RecordedRun(world, job, recipe, plan).save(target)
+        _recorded(world, job, recipe, plan).save(target)
         return
-    _RecordedRun(world, job, recipe, uncompressed(plan)).save(target)
-    _RecordedRun(world, job, recipe, plan).save(inexact_file(target))
+    _recorded(world, job, recipe, uncompressed(plan)).save(target)
+    _recorded(world, job, recipe, plan).save(inexact_file(target))
+
+
+def _recorded(world: World, job: VerifyJob, recipe: Recipe, plan: Plan) -> RecordedRun:
+    trained = build_training_state(recipe, to_float64(build_model(recipe)))
+    executor = Executor(
+        trained.model,
+        trained.optimizer,
+        loss=recipe.loss,
+        plan=replace(plan, memory=replace(plan.memory, precision="float64")),
+        scheduler=trained.scheduler,
+        clip=recipe.clip,
+        seed=recipe.seed,
+        world=world,
+    )
+    return RecordedRun(world, job, plan, trained, executor)
 
 
 def inexact_file(target: Path) -> Path:
@@ -80,23 +95,33 @@ def uncompressed(plan: Plan) -> Plan:
     return replace(plan, exchange=exchange)
 
 
-def trained_plan(job: VerifyJob, processes: int, *, simple: bool = False) -> Plan:
-    """The plan by which a training run is compared with the serial one, in float64.
+def trained_plan(job: VerifyJob, processes: int) -> Plan:
+    """The plan by which a training run is made that is verified, in float64."""
+    return _in_float64(recipe_plan(job.load(), job.plan, processes))
+
+
+def simple_plan(job: VerifyJob, processes: int, like: Plan | None = None) -> Plan:
+    """Data parallelism in float64, to resume with another plan.
 
     Args:
-        simple: Data parallelism, to resume with another plan.
+        like: Its exchange, and how state is sharded; None: neither.
     """
     recipe = job.load()
-    if simple:
-        plan = data_parallel(
-            resolve_batch(recipe), processes=processes, microbatch=recipe.microbatch
-        )
-    else:
-        plan = uncompressed(recipe_plan(recipe, job.plan, processes))
+    plan = data_parallel(
+        resolve_batch(recipe),
+        processes=processes,
+        microbatch=recipe.microbatch,
+        exchange=like.exchange if like else None,
+        zero=like.memory.zero if like else 0,
+    )
+    return _in_float64(plan)
+
+
+def _in_float64(plan: Plan) -> Plan:
     return replace(plan, memory=replace(plan.memory, precision="float64"))
 
 
-def _on_two_nodes(world: World, plan: Plan) -> World:
+def on_two_nodes(world: World, plan: Plan) -> World:
     """A world whose ranks count as two nodes, for a hierarchy that would else have one level."""
     if plan.exchange.collective != "hierarchical" or world.place.node_name or world.ranks < 2:
         return world
@@ -137,22 +162,21 @@ class _CrossingSteps:
         kinds["parameter"] |= {name: p.detach().clone() for name, p in frozen.items()}
 
 
-class _RecordedRun:
+class RecordedRun:
     """The steps of a plan in a world, recorded while they are made."""
 
-    def __init__(self, world: World, job: VerifyJob, recipe: Recipe, plan: Plan) -> None:
-        self._world, self._job, self._recipe, self._plan = world, job, recipe, plan
-        trained = build_training_state(recipe, to_float64(build_model(recipe)))
-        self.run = Executor(
-            trained.model,
-            trained.optimizer,
-            loss=recipe.loss,
-            plan=replace(plan, memory=replace(plan.memory, precision="float64")),
-            scheduler=trained.scheduler,
-            clip=recipe.clip,
-            seed=recipe.seed,
-            world=world,
-        )
+    def __init__(
+        self,
+        world: World,
+        job: VerifyJob,
+        plan: Plan,
+        trained: TrainingState,
+        executor: Executor,
+    ) -> None:
+        self._world, self._job, self._plan = world, job, plan
+        self._recipe = recipe = job.load()
+        self._run = executor
+        self._losses: dict[int, float] = {}
         self._recorder = Recorder(trained)
         self._apart: dict[str, str] = {}
         self._crossing: _CrossingSteps | None = None
@@ -164,9 +188,9 @@ class _RecordedRun:
             self._observer = ExchangeRecorder(
                 self._description, None if crossing is None else crossing.note
             )
-        _divide_norms(trained)
+        _divide_norms(trained)  # also in a training run: the same numbers
         if recipe.clip is not None:
-            self.run.call_before("clip", self._before_clip)
+            self._run.call_before("clip", self._before_clip)
 
     def save(self, target: Path) -> None:
         """Make the steps; rank 0 writes the recording, every rank its exchange.
@@ -175,82 +199,91 @@ class _RecordedRun:
         """
         ended = True
         try:
-            losses = self._make_steps()
-            if self._crossing is not None:
-                self.run.flush()
-                self._take_crossing(losses)
+            self._make_steps()
+            self._run.flush()
+            self._take_crossing()
             self._checkpoint_exchange()
             # Not `run.close`, which would gather the model and leave the caller's world.
-            self.run.strategy.close()
+            self._run.strategy.close()
             ended = bool(self._apart)
         finally:
-            self._write(target, ended)
+            self.write(target, ended=ended)
 
     def _checkpoint_exchange(self) -> None:
         """Save what compressors keep back, as a checkpoint does, and take it up; collective."""
-        exchange = self.run.strategy.exchange
+        exchange = self._run.strategy.exchange
         if self._observer is None or exchange is None or self._apart:
             return
-        saved = self.run.strategy.exchange_state()
+        saved = self._run.strategy.exchange_state()
         if saved:
-            self.run.strategy.restore_exchange(saved)
+            self._run.strategy.restore_exchange(saved)
             named = {key.removeprefix(STATE_PREFIX): value for key, value in saved.items()}
             self._observer.checkpointed(named, exchange.state())
 
-    def _write(self, target: Path, ended: bool) -> None:
+    def write(self, target: Path, *, ended: bool) -> None:
+        """Write what has been recorded; the updates of all steps have been made.
+
+        Args:
+            ended: The run ended before it was over.
+        """
         if self._observer is not None and not self._plan.exchange.exact:
             self._observer.recording().save(exchange_file(target, self._world.rank))
         if self._world.rank == 0:
             self._recorder.recording(apart=self._apart, ended=ended).save(target)
-            if not self._plan.flushes and self.run.pipeline and self.run.pipeline.stages:
-                save_cut(self.run.pipeline.stages, target)
+            if not self._plan.flushes and self._run.pipeline and self._run.pipeline.stages:
+                save_cut(self._run.pipeline.stages, target)
 
-    def _make_steps(self) -> dict[int, float]:
-        """The loss of each step, until the ranks are apart."""
-        run, recipe, job = self.run, self._recipe, self._job
+    def _make_steps(self) -> None:
+        """All steps, or until the ranks are apart."""
+        run, recipe, job = self._run, self._recipe, self._job
         source = as_source(recipe.data())
         cursor = job.start(recipe, len(source))
-        losses: dict[int, float] = {}
         with run.loader(source, cursor=cursor, drop_last=recipe.drop_last) as loader:
             # The range first: else zip would read one more batch before it notices the end.
             for step, batch in zip(range(1, job.count(recipe) + 1), loader, strict=False):
                 run.cut(batch)  # split layers have no exchange before
-                self._watch(step)
+                self.watch(step)
                 try:
-                    losses[step] = run.step(batch)
+                    loss = run.step(batch)
                 except Diverged:
-                    self._take_unfinished(step, losses)
+                    self._take_unfinished(step)
                     raise
-                if self._crossing is not None:
-                    self._crossing.note_rest(step)
-                    continue
-                numbers = run.strategy.tensors_by_kind()
-                self._recorder.take(step, losses[step], numbers, run.record.norm)
-                held = run.strategy.parameters
-                if not self._same_everywhere(step, held.named, held.away):
+                if not self.take(step, loss):
                     break
-        return losses
 
-    def _take_crossing(self, losses: Mapping[int, float]) -> None:
+    def take(self, step: int, loss: float) -> bool:
+        """Record a step that has been made; whether the ranks hold the same numbers."""
+        self._losses[step] = loss
+        if self._crossing is not None:
+            self._crossing.note_rest(step)
+            return True
+        numbers = self._run.strategy.tensors_by_kind()
+        self._recorder.take(step, loss, numbers, self._run.record.norm)
+        held = self._run.strategy.parameters
+        return self._same_everywhere(step, held.named, held.away)
+
+    def _take_crossing(self) -> None:
         """With priority: all steps of which all updates have been made."""
-        assert self._crossing is not None
-        for step, loss in losses.items():
+        if self._crossing is None:
+            return
+        for step, loss in self._losses.items():
             numbers = self._crossing.of(step)
             self._recorder.take(step, loss, numbers)
             if not self._same_everywhere(step, numbers["parameter"]):
                 break
 
-    def _take_unfinished(self, step: int, losses: Mapping[int, float]) -> None:
+    def _take_unfinished(self, step: int) -> None:
         """What there is of a step whose loss or norm is not finite: its update was not made."""
         numbers: Mapping[str, Mapping[str, Tensor]] = {}
         if self._crossing is not None:
-            self._take_crossing(losses)
+            self._take_crossing()
         else:
-            numbers = {"gradient": self.run.strategy.tensors_by_kind()["gradient"]}
-        self._recorder.take(step, self.run.record.loss, numbers)
+            numbers = {"gradient": self._run.strategy.tensors_by_kind()["gradient"]}
+        self._recorder.take(step, self._run.record.loss, numbers)
 
-    def _watch(self, step: int) -> None:
-        exchange = self.run.strategy.exchange
+    def watch(self, step: int) -> None:
+        """A step is about to be made."""
+        exchange = self._run.strategy.exchange
         if exchange is None:
             return
         if step - REARRANGED_AFTER in (1, 2):
@@ -260,12 +293,12 @@ class _RecordedRun:
             exchange.observe(self._observer)
 
     def _description(self) -> ExchangePlan:
-        exchange = self.run.strategy.exchange
+        exchange = self._run.strategy.exchange
         assert exchange is not None
         return exchange.description
 
     def _before_clip(self) -> None:
-        self._recorder.before_clip(self.run.strategy.tensors_by_kind())
+        self._recorder.before_clip(self._run.strategy.tensors_by_kind())
 
     def _same_everywhere(
         self, step: int, named: Mapping[str, Tensor], away: frozenset[Tensor] = frozenset()
@@ -298,7 +331,8 @@ class _RecordedRun:
         Args:
             everywhere: What one rank has, those that it exchanges it with must have.
         """
-        found_on = gather_facts(dict(sums))
+        found_on: list[Mapping[str, int]] = [{}] * self._world.ranks
+        dist.all_gather_object(found_on, sums)
         first: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
         apart: dict[str, str] = {}
         for rank, known in enumerate(found_on):

@@ -236,8 +236,14 @@ def _residual(state: State, name: str, size: int, what: str = "residual") -> Row
 def _by_layer(
     inputs: BucketInputs,
     sent: Callable[[str, Sequence[Row], Sequence[Row]], list[Row]],
+    strays: Sequence[Mapping[str, Row]] = (),
 ) -> ExpectedExchange:
-    """Sum layer by layer what `sent(name, us, kept afterwards by the run)` gives for each rank."""
+    """Sum layer by layer what `sent(name, us, kept afterwards by the run)` gives for each rank.
+
+    Args:
+        strays: For each rank and layer what is to be sent besides.
+    """
+    strays = strays or [{}] * len(inputs.rows)
     compression = Compression.of(inputs.bucket.compress)
     out = np.sum(inputs.rows, 0)
     kept: list[dict[str, Row]] = [{} for _ in inputs.rows]
@@ -245,8 +251,8 @@ def _by_layer(
         if not compression.compresses(shape):
             continue
         us = [
-            row[span] + _residual(state, name, prod(shape))
-            for row, state in zip(inputs.rows, inputs.before, strict=True)
+            row[span] + _residual(state, name, prod(shape)) + stray.get(name, 0.0)
+            for row, state, stray in zip(inputs.rows, inputs.before, strays, strict=True)
         ]
         theirs = [_residual(state, name, prod(shape)) for state in inputs.after]
         parts = sent(name, us, theirs)
@@ -402,8 +408,18 @@ def _randomk(inputs: BucketInputs) -> ExpectedExchange:
 def _sign(inputs: BucketInputs) -> ExpectedExchange:
     ranks = len(inputs.rows)
     if ranks <= 2:
-        return _by_layer(inputs, lambda _, us, __: [_one_bit(u, _scale(u)) for u in us])
+        layers = [(name, prod(shape)) for name, _, shape in inputs.spans]
+        # Of ranks that were more, and served parts: due now.
+        strays = [
+            {name: _residual(state, name, size, "server") for name, size in layers}
+            for state in inputs.before
+        ]
+        return _by_layer(inputs, _one_bit_each, strays)
     return _sign_served(inputs)
+
+
+def _one_bit_each(_: str, us: Sequence[Row], __: Sequence[Row]) -> list[Row]:
+    return [_one_bit(u, _scale(u)) for u in us]
 
 
 def _scale(u: Row) -> float:
@@ -420,26 +436,35 @@ def _sign_served(inputs: BucketInputs) -> ExpectedExchange:
     compression = Compression.of(inputs.bucket.compress)
     ranks = len(inputs.rows)
     layers = [(n, span, prod(s)) for n, span, s in inputs.spans if compression.compresses(s)]
-    found = _by_layer(inputs, lambda _, us, __: [_one_bit(u, _scale(u)) for u in us])
     # Bytes of eight signs, whole for each layer, in words of four.
     part = 32 * math.ceil(math.ceil(sum(-(-size // 8) for _, _, size in layers) / ranks) / 4)
-    start = 0
-    for name, span, size in layers:
+    starts = np.cumsum([0, *(-(-size // 8) * 8 for _, _, size in layers)]).tolist()
+    strays: list[dict[str, Row]] = [{} for _ in range(ranks)]
+    for (name, _, size), start in zip(layers, starts, strict=False):
+        for rank, stray in enumerate(strays):
+            # After a resumption: what another rank serves now is sent to it.
+            stray[name] = _residual(inputs.before[rank], name, size, "server")
+            stray[name][_served(rank, part, start, size)] = 0.0
+    found = _by_layer(inputs, _one_bit_each, strays)
+    for (name, span, size), start in zip(layers, starts, strict=False):
         total = found.out[span]
         again = np.zeros(size)
         for rank in range(ranks):
-            low = min(max(rank * part - start, 0), size)
-            high = min(max((rank + 1) * part - start, 0), size)
-            own = slice(low, high)
+            own = _served(rank, part, start, size)
             left = np.zeros(size)
-            if low < high:
+            if own.start < own.stop:
                 served = total[own] + _residual(inputs.before[rank], name, size, "server")[own]
                 again[own] = _one_bit(served, _scale(served))
                 left[own] = served - again[own]
             found.kept[rank][f"{name}/server"] = left
         found.out[span] = again
-        start += -(-size // 8) * 8
     return found
+
+
+def _served(rank: int, part: int, start: int, size: int) -> slice:
+    """Of a layer that begins at a place, what a rank serves."""
+    low, high = rank * part - start, (rank + 1) * part - start
+    return slice(min(max(low, 0), size), min(max(high, 0), size))
 
 
 def _powersgd(inputs: BucketInputs) -> ExpectedExchange:
@@ -517,9 +542,9 @@ def _whole_residual(inputs: BucketInputs, rank: int, states: Sequence[State]) ->
         if not key.endswith("/residual"):
             continue
         name, offset = key.removesuffix("/residual"), 0
-        if name not in starts:
-            name, _, number = name.rpartition("/")
-            offset = int(number)
+        inner, _, number = name.rpartition("/")
+        if name not in starts and number.isdigit():
+            name, offset = inner, int(number)
         if name in starts:
             first = starts[name] + offset
             row[first : first + value.numel()] += value.double().flatten().numpy()

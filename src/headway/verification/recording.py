@@ -36,8 +36,8 @@ KINDS = (
     "exchange",
     "residual",
     "unclipped",
-    "norm",
     "gradient",
+    "norm",
     "parameter",
     "buffer",
     "optimizer",
@@ -47,7 +47,7 @@ KINDS = (
 )
 STEP_KINDS = ("loss", "gradient", "parameter", "buffer", "optimizer")
 """Those of every step; share, exchange and residual are of an inexact exchange (see `replay`),
-unclipped is the gradient before its norm is limited, norm that number, facts are what a checkpoint
+unclipped is the gradient before its norm is limited, norm what it was, facts are what a checkpoint
 holds beside tensors, journal is what a run tells of a step."""
 
 
@@ -238,7 +238,7 @@ def build_training_state(
     """Optimiser and scheduler of the recipe around a model.
 
     Args:
-        reference: headway's own optimisers step as their papers have it.
+        reference: headway's own optimisers step, and rates are scaled, as their papers have it.
     """
     given = GivenArguments()
     with given.noting() if reference else nullcontext():

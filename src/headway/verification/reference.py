@@ -37,11 +37,11 @@ from headway.run.step.randomness import (
     RandomDraws,
     build_model,
     probe_random_draws,
-    seed_everything,
 )
 from headway.run.step.setup import recipe_plan
 from headway.run.strategy.training_state import TrainingState
 from headway.schedule.pipeline_schedule import ActionKind, PipelineSchedule, update_groups
+from headway.verification.draw_definitions import begin_draws, initial_model
 from headway.verification.order_laws import check_orders
 from headway.verification.own_precision import check_own_precision
 from headway.verification.recipe_reference import check_amounts, check_seed
@@ -73,7 +73,7 @@ def _record(
     make_step: Callable[[TrainingState, RandomDraws, Sequence[RankBatch], Recorder], float],
 ) -> None:
     """Record steps that `make_step` makes of the batches of all copies; it returns the loss."""
-    trained = build_training_state(recipe, to_float64(build_model(recipe)), reference=True)
+    trained = build_training_state(recipe, to_float64(initial_model(recipe)), reference=True)
     recorder = Recorder(trained)
     sites: RandomDraws | None = None
     source = as_source(recipe.data())
@@ -214,7 +214,7 @@ def gradients_of(
     model.zero_grad()  # not the optimiser's alone: all gradients are of this step
     sums, counts = 0.0, 0.0
     for micro, start in micros:
-        seed_everything(recipe.seed, start.epoch, start.position)
+        begin_draws(recipe.seed, start.epoch, start.position)
         with LogicalRandomness(sites, micro.positions, start.epoch).active():
             value = recipe.loss(model, loss_inputs(micro))
             total, count = loss_sum(value, len(micro.positions))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,15 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headway.data import RankBatch, as_source
+from headway.data import Cursor, RankBatch, as_source
 from headway.errors import NotEqual
 from headway.plans import Plan
 from headway.plans.layer_split import SPACE
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.recipe.recipe import Recipe
 from headway.run.step.forward_pass import to_float64
-from headway.run.step.randomness import RandomDraws, build_model
+from headway.run.step.randomness import RandomDraws
 from headway.run.step.setup import recipe_plan
+from headway.verification.draw_definitions import initial_model
 from headway.verification.exchange_recording import (
     RecordedBucket,
     RecordedExchange,
@@ -49,6 +51,8 @@ from headway.verification.recording import Recording, VerifyJob, build_training_
 from headway.verification.reference import find_draws, gradients_of
 from headway.verification.samples import reference_batches
 
+SUMMED = ("/residual", "/server")
+"""Endings of what has not been sent yet; all else that a compressor keeps is alike on all ranks."""
 FACTOR_TOLERANCE = 1e-9
 """Of PowerSGD's results: directions of small singular values magnify rounding."""
 
@@ -63,8 +67,13 @@ def record_replay(_: LaunchEnv, job: VerifyJob, target: Path, *, ranks: int) -> 
     recipe = job.load()
     plan = recipe_plan(recipe, job.plan, ranks)
     exchanges = [RecordedExchange.load(exchange_file(target, rank)) for rank in range(ranks)]
-    replay = _Replay(recipe, plan, job, Recording.load(target), exchanges)
+    replay = Replay(recipe, plan, job, Recording.load(target), exchanges)
     replay.run()
+    save_replay(replay, target)
+
+
+def save_replay(replay: Replay, target: Path) -> None:
+    """Write what a replay expects beside the recording that it was made of, and what was given."""
     expected, given = replay_files(target)
     replay.expected.recording().save(expected)
     replace(replay.given.recording(), apart=replay.apart).save(given)
@@ -87,7 +96,7 @@ class _Notes:
         return Recording(self.tensors, tuple(self.tensors), self.bounds)
 
 
-class _Replay:
+class Replay:
     """One replica per rank; `expected` is what it finds, `given` what the run has recorded."""
 
     def __init__(
@@ -106,7 +115,7 @@ class _Replay:
         self._replicated = not plan.split.tensor and plan.mesh.degree(SPACE) == 1
         count = plan.ranks if self._replicated else 1
         self._replicas = [
-            build_training_state(recipe, to_float64(build_model(recipe)), reference=True)
+            build_training_state(recipe, to_float64(initial_model(recipe)), reference=True)
             for _ in range(count)
         ]
         self._states: list[dict[str, Tensor]] = [{} for _ in exchanges]
@@ -115,8 +124,10 @@ class _Replay:
 
     def run(self) -> None:
         """All steps that were recorded to their end."""
-        count, made = self._job.count(self._recipe), self._recorded.complete_steps
-        self._replay(min(count, made))
+        recipe, job = self._recipe, self._job
+        count, made = job.count(recipe), self._recorded.complete_steps
+        start = job.start(recipe, len(as_source(recipe.data())))
+        self.make_steps(start, 1, min(count, made))
         self._compare_checkpoint(min(count, made))
         if made < count and not self._recorded.ended:
             # That the run has no such step is a difference.
@@ -127,7 +138,8 @@ class _Replay:
         """Of which tensors the ranks hold different numbers."""
         return self._recorded.apart
 
-    def _replay(self, steps: int) -> None:
+    def make_steps(self, start: Cursor, first: int, last: int) -> Cursor:
+        """The steps of these numbers, from a place on; returns where they have ended."""
         recipe, split = self._recipe, self._plan.batch
         source = as_source(recipe.data())
         copies = self._plan.data_degree
@@ -135,14 +147,64 @@ class _Replay:
             source,
             split,
             copies,
-            self._job.start(recipe, len(source)),
-            steps=steps,
+            start,
+            steps=last - first + 1,
             drop_last=recipe.drop_last,
         )
         draws: RandomDraws | None = None
-        for step, shares in enumerate(batches, 1):
+        end = start
+        for step, shares in enumerate(batches, first):
             draws = draws or find_draws(recipe, self._replicas[0].model, shares)
             self._step(step, shares, draws)
+            begun = shares[0].start
+            end = replace(begun, position=begun.position + shares[0].samples)
+        return end
+
+    # -- across a checkpoint ---------------------------------------------------------------------
+
+    def resume(self, before: Replay) -> None:
+        """Begin where another replay has ended; of what its ranks have kept back each rank has an
+        equal share."""
+        saved = before.kept_by_all()
+        last = before._replicas[0]
+        for replica in self._replicas:
+            replica.model.load_state_dict(last.model.state_dict())
+            replica.optimizer.load_state_dict(deepcopy(last.optimizer.state_dict()))
+            if replica.scheduler is not None and last.scheduler is not None:
+                replica.scheduler.load_state_dict(last.scheduler.state_dict())
+        ranks = len(self._exchanges)
+        share = {
+            key: value / ranks if key.endswith(SUMMED) else value for key, value in saved.items()
+        }
+        self._states = [dict(share) for _ in self._exchanges]
+        self._compressed = Counter(before._compressed)
+
+    def kept_by_all(self) -> dict[str, Tensor]:
+        """What compressors keep, as a checkpoint has it: residuals summed over the ranks."""
+        sizes = {name: p.numel() for name, p in self._replicas[0].model.named_parameters()}
+        found: dict[str, Tensor] = {}
+        for state in self._states:
+            for key, value in state.items():
+                if not key.endswith(SUMMED):
+                    found.setdefault(key, value)
+                    continue
+                name, _, what = key.rpartition("/")
+                offset = 0
+                if name not in sizes:  # a shard of the parameter, from an element on
+                    name, _, number = name.rpartition("/")
+                    offset = int(number)
+                whole = torch.zeros(sizes[name], dtype=torch.float64)
+                total = found.setdefault(f"{name}/{what}", whole)
+                total[offset : offset + value.numel()] += value.double().flatten()
+        return found
+
+    def compare_saved(self, step: int, saved: Mapping[str, Tensor]) -> None:
+        """Residuals in the checkpoint of a step."""
+        for name, value in self.kept_by_all().items():
+            key = f"{step}/residual/{name} in the checkpoint"
+            self.expected.put(key, value.double().flatten())
+            if name in saved:
+                self.given.put(key, saved[name].double().flatten())
 
     def _step(self, step: int, shares: Sequence[RankBatch], draws: RandomDraws) -> None:
         samples = shares[0].samples

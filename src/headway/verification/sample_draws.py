@@ -1,7 +1,8 @@
 """Whether random draws really belong to samples: reference and run share what draws them.
 
 A dropout layer is asked for the masks of a few samples. Those of two samples, and of one sample in
-two epochs, must differ; that of one sample must not depend on who else is in the batch.
+two epochs, must differ; that of one sample must not depend on who else is in the batch; and all are
+those that `draw_definitions` draws.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 from headway.errors import NotEqual
 from headway.run.step.batch import resize_batch
-from headway.run.step.randomness import LogicalRandomness, probe_random_draws, seed_everything
+from headway.run.step.randomness import LogicalRandomness, probe_random_draws
+from headway.verification.draw_definitions import begin_draws, draw_keys, dropout_mask
 
 WIDTH = 512
 """Elements of a mask: two of them are equal by chance once in 2^512."""
@@ -44,7 +46,7 @@ def check_sample_draws(seed: int) -> None:
     sites = probe_random_draws(layer, loss, data, resize_batch)
 
     def masks(positions: Sequence[int], epoch: int) -> Tensor:
-        seed_everything(seed, epoch, POSITIONS[0])
+        begin_draws(seed, epoch, POSITIONS[0])
         with LogicalRandomness(sites, positions, epoch).active():
             found: Tensor = layer(data[: len(positions)]) != 0
             return found
@@ -59,6 +61,15 @@ def check_sample_draws(seed: int) -> None:
     for place, position in enumerate(POSITIONS[:4]):
         if not torch.equal(masks([position], 0)[0], first[place]):
             raise NotEqual(f"the dropout mask of sample {position} depends on its batch")
+    for epoch, found in enumerate((first, later)):
+        keys = draw_keys(seed, epoch, POSITIONS[0], 2)
+        for position, own in zip(POSITIONS[:4], found, strict=False):
+            wanted = torch.cat([dropout_mask(key, epoch, position, WIDTH) for key in keys])
+            if not torch.equal(own, wanted):
+                raise NotEqual(
+                    f"the dropout mask of sample {position} in epoch {epoch} is not the one that "
+                    "seed, epoch, draw and sample define"
+                )
     kept = float(every.double().mean())
     # More than six standard deviations of so many draws.
     if abs(kept - 0.5) > 0.05:

@@ -1,8 +1,8 @@
 """The batches of the reference, read by a path of their own: one sample after the other.
 
-Nothing of the loader is used. What both share is the definition of the order of an epoch; that it
-visits every sample exactly once is checked here, and that the shares of all copies together are the
-global batch.
+Nothing of the loader is used. The order of an epoch is the reference's own; that the run's is the
+same, and visits every sample exactly once, is checked here, and that the shares of all copies
+together are the global batch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from headway.data import Cursor, MicroBatch, RankBatch, SampleOrder, Source
 from headway.data.order import sample_seeds
 from headway.errors import NotEqual
 from headway.plans import BatchSplit
+from headway.verification.draw_definitions import seeds_of_samples, shuffled
 from headway.verification.source_reference import read_batch
 
 
@@ -40,12 +41,15 @@ def reference_batches(
             the global batch.
     """
     length, epoch, place = in_order or len(source), start.epoch, start.position
+    orders: dict[int, Sequence[int]] = {}
     for _ in range(steps):
         rest = length - place
         if rest <= 0 or (drop_last and rest < split.samples):
             epoch, place = epoch + 1, 0
         count = min(split.samples, length - place)
-        order = range(length) if in_order else epoch_order(length, start.seed, epoch)
+        if epoch not in orders:
+            orders = {epoch: range(length) if in_order else epoch_order(length, start.seed, epoch)}
+        order = orders[epoch]
         at = Cursor(seed=start.seed, epoch=epoch, position=place)
         yield tuple(
             RankBatch(
@@ -71,7 +75,8 @@ def epoch_order(length: int, seed: int, epoch: int) -> Sequence[int]:
     """Which sample stands at each place of an epoch.
 
     Raises:
-        NotEqual: A sample is left out, or visited twice; or the next epoch is like this one.
+        NotEqual: A sample is left out, or visited twice; the next epoch is like this one; or the
+            order is another one than seed and epoch define.
     """
     order = SampleOrder(length, seed).indices(epoch, 0, length)
     missing = np.setdiff1d(np.arange(length), order)
@@ -82,12 +87,16 @@ def epoch_order(length: int, seed: int, epoch: int) -> Sequence[int]:
             if missing.size
             else f"{order.size} places for {length} samples",
         )
-    if length >= MANY and np.array_equal(
-        order, SampleOrder(length, seed).indices(epoch + 1, 0, length)
-    ):
-        raise NotEqual(f"epochs {epoch} and {epoch + 1} visit the samples in the same order")
-    if sample_seeds(seed, epoch, 0, 1) == sample_seeds(seed, epoch + 1, 0, 1):
+    if not np.array_equal(order, shuffled(length, seed, epoch)):
+        following = SampleOrder(length, seed).indices(epoch + 1, 0, length)
+        if length >= MANY and np.array_equal(order, following):
+            raise NotEqual(f"epochs {epoch} and {epoch + 1} visit the samples in the same order")
+        raise NotEqual(f"the order of epoch {epoch} is not the one that seed {seed} defines")
+    seeds = sample_seeds(seed, epoch, 0, 2)
+    if seeds == sample_seeds(seed, epoch + 1, 0, 2):
         raise NotEqual(f"samples draw the same random numbers in epochs {epoch} and {epoch + 1}")
+    if seeds != seeds_of_samples(seed, epoch, range(2)):
+        raise NotEqual(f"samples of epoch {epoch} draw other numbers than seed {seed} defines")
     found: list[int] = order.tolist()
     return found
 
@@ -115,4 +124,4 @@ def _shares(split: BatchSplit, copies: int, count: int, place: int) -> list[tupl
 def _read(source: Source, order: Sequence[int], at: Cursor, part: range) -> Any:
     """The samples at some places, each read by itself."""
     indices = [order[place] for place in part]
-    return read_batch(source, indices, sample_seeds(at.seed, at.epoch, part.start, part.stop))
+    return read_batch(source, indices, seeds_of_samples(at.seed, at.epoch, part))

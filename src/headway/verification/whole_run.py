@@ -6,14 +6,16 @@ Read here byte by byte from the manifest, without the code that wrote it or rest
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from headway.checkpoint.directory import read_manifest, step_path
+from headway.checkpoint.directory import committed_steps, read_manifest, step_path
 from headway.checkpoint.format import TensorEntry
+from headway.errors import NotEqual
 from headway.run.training.run_directory import RunDirectory
 from headway.verification.recording import Recording
 from headway.verification.saved_facts import numbers_of
@@ -33,7 +35,7 @@ def recorded_end(directory: Path, steps: Sequence[int], serial: Recording) -> Re
             kind, _, own = name.partition(".")
             if kind == "model":
                 kind = "buffer" if f"{step}/buffer/{own}" in serial.tensors else "parameter"
-            value = _read(checkpoint, entry)
+            value = read_tensor(checkpoint, entry)
             value = torch.view_as_real(value) if value.is_complex() else value
             found[f"{step}/{kind}/{own}"] = value
         if step == steps[0]:
@@ -71,7 +73,7 @@ def expected_end(serial: Recording, steps: Sequence[int], given: Recording) -> R
     return Recording({key: serial.tensors[key] for key in keys}, tuple(keys))
 
 
-def _read(checkpoint: Path, entry: TensorEntry) -> Tensor:
+def read_tensor(checkpoint: Path, entry: TensorEntry) -> Tensor:
     """A tensor of a checkpoint, made of its boxes."""
     dtype: torch.dtype = getattr(torch, entry.dtype)
     whole = torch.zeros(entry.shape, dtype=dtype)
@@ -88,8 +90,35 @@ def _read(checkpoint: Path, entry: TensorEntry) -> Tensor:
 
 
 def without_last(directory: Path, step: int) -> None:
-    """Take the checkpoint of a step out of a run directory, as if the run had died before it."""
-    path = step_path(RunDirectory(directory).checkpoints, step)
-    for file in path.iterdir():
-        file.unlink()
-    path.rmdir()
+    """Take the checkpoints after a step out of a run directory, as if the run had died there."""
+    checkpoints = RunDirectory(directory).checkpoints
+    for later in committed_steps(checkpoints):
+        if later > step:
+            shutil.rmtree(step_path(checkpoints, later))
+
+
+def check_end(directory: Path, name: str, step: int) -> None:
+    """Hold the last checkpoint of a run against the number of steps that it had to make.
+
+    Raises:
+        NotEqual: It ended after another step.
+    """
+    made = max(committed_steps(RunDirectory(directory).checkpoints), default=0)
+    if made != step:
+        raise NotEqual(f"a training run ({name}) ends after step {made}, and not after step {step}")
+
+
+def check_resumption(directory: Path, name: str, step: int) -> None:
+    """Hold what a resumed run says against the newest checkpoint that it had.
+
+    Raises:
+        NotEqual: It has resumed from another one.
+    """
+    lines = RunDirectory(directory).events_file.read_text(encoding="utf-8").splitlines()
+    events = [json.loads(line) for line in lines]
+    resumed = [row["checkpoint"] for row in events if row.get("event") == "resume"]
+    if resumed[-1:] != [step]:
+        raise NotEqual(
+            f"a training run ({name}) resumes from the checkpoint of step {resumed[-1:]}, and not "
+            f"from the newest, of step {step}"
+        )

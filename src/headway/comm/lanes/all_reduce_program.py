@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from headway.channel.facts import gather_facts
+import torch.distributed as dist
+
 from headway.collective.all_reduce.algorithm import all_reduce_program, program_fingerprint
 from headway.collective.program.program import CollectiveProgram, CollectiveTask
 from headway.comm.backend.process_group import ChooseProgram
@@ -48,7 +49,8 @@ def check_same_programs(
         # Sorted, so that the fingerprint does not depend on the order of the buckets.
         for size in sorted(set(sizes))
     )
-    found = gather_facts(own)
+    found: list[str] = [own] * dist.get_world_size()
+    dist.all_gather_object(found, own)
     others = [rank for rank, name in enumerate(found) if name != found[0]]
     if others:
         listed = ", ".join(map(str, others))

@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from headway.channel.facts import broadcast_facts
 from headway.channel.gloo_listeners import deaf_afterwards
 from headway.collective.compression import (
     UNCOMPRESSED,
@@ -504,9 +503,10 @@ class AdaptiveExchange:
         self.link, self._profile = link, profile
         before = self.description
         reason = self._choose(profile, link)
-        decided = arrange_buckets(self.parameters, self.description, profile, link)
+        decided = [arrange_buckets(self.parameters, self.description, profile, link)]
         # All ranks have the same numbers, but their math libraries may round differently.
-        found: BucketArrangement = broadcast_facts(decided)
+        dist.broadcast_object_list(decided, src=0)
+        (found,) = decided
         if found == self._arrangement and before == self.description:
             return
         self._arrangement = found
@@ -530,9 +530,10 @@ class AdaptiveExchange:
             current=self.description.compress,
             speeds=self._speeds,
         )
-        decided = broadcast_facts(best.scheme.compress)
-        self.description = replace(self.wanted, compress=decided)
-        return f"; compress = {decided}: {best.reason}"
+        decided = [best.scheme.compress]
+        dist.broadcast_object_list(decided, src=0)
+        self.description = replace(self.wanted, compress=decided[0])
+        return f"; compress = {decided[0]}: {best.reason}"
 
     @property
     def _device(self) -> torch.device:

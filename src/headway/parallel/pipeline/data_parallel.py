@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from headway.channel.facts import gather_facts
 from headway.channel.gloo_listeners import deaf_afterwards
 from headway.errors import PlanError
 from headway.parallel.fsdp import (
@@ -290,7 +289,9 @@ def _new_groups(wanted: Iterable[ReductionGroup]) -> dict[ReductionGroup, dist.P
 
 def _gathered(thing: Any) -> list[Any]:
     """The same of all processes, by rank."""
-    return gather_facts(thing)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, thing)
+    return found
 
 
 def _last(order: Sequence[int], stage: int) -> int:

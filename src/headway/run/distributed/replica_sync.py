@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from headway.channel.facts import gather_facts
 from headway.checkpoint.staging import local_box, local_data
 from headway.errors import RunError
 
@@ -65,8 +64,9 @@ def broadcast_buffers(model: nn.Module, world: World) -> None:
 
 def _same_shape(tensors: Mapping[str, Tensor], world: World) -> None:
     text = "\n".join(f"{name} {t.dtype} {list(t.shape)}" for name, t in tensors.items())
+    everywhere: list[str] = [""] * world.ranks
     with world.explained("comparing the models"):
-        everywhere = gather_facts(text)
+        dist.all_gather_object(everywhere, text)
     for rank, other in enumerate(everywhere):
         if other != everywhere[0]:
             lines = set(other.splitlines()) ^ set(everywhere[0].splitlines())

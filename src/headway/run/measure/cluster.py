@@ -28,7 +28,6 @@ from headway.capture.benchmark.links import (
     slowest_of,
 )
 from headway.capture.benchmark.timer import ROUNDS_SECONDS, Slowest, Visit, slowest_of_one
-from headway.channel.facts import gather_facts
 from headway.channel.gloo_listeners import deaf_afterwards
 from headway.cluster.local_machine import cores_in_use
 from headway.cluster.measurement import IdleStep, LinkReadings, RankReadings
@@ -203,4 +202,6 @@ def _world_group() -> dist.ProcessGroup:
 def _gathered(world: World, value: T) -> list[T]:
     if world.ranks == 1:
         return [value]
-    return gather_facts(value, world.side_group)
+    found: list[T | None] = [None] * world.ranks
+    dist.all_gather_object(found, value, group=world.side_group)
+    return [item for item in found if item is not None]

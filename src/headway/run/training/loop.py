@@ -20,9 +20,9 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from headway.channel.facts import gather_facts
 from headway.checkpoint.format import Manifest
 from headway.checkpoint.save_plan import HeldTensorSpec, Holdings
 from headway.checkpoint.staging import specs_of
@@ -68,10 +68,11 @@ class CheckpointInventory:
         # Names and shapes are the bulk of it, and change only when parameters are frozen.
         news = own if own != self._told else None
         self._told = own
+        found: list[Any] = [None] * self._world.ranks
         # On the default group, from the main thread: the side group belongs to the checkpoint that
         # may still be being written.
         with self._world.explained("agreeing on a checkpoint"):
-            found = gather_facts((news, facts["optimizer"]["scalars"]))
+            dist.all_gather_object(found, (news, facts["optimizer"]["scalars"]))
         self._known = [
             known if specs is None else specs
             for known, (specs, _) in zip(self._known, found, strict=True)
@@ -86,6 +87,7 @@ class Training:
 
     Attributes:
         current: The step in progress, for messages.
+        trained: Model, optimiser and scheduler; known, as `executor` is, after `begin`.
     """
 
     def __init__(self, job: TrainJob, world: World, stop: StopRequest, stack: ExitStack) -> None:
@@ -122,7 +124,7 @@ class Training:
         cursor = self._restore()
         total = stop_steps(self._recipe, len(self._data))
         self._announce(total)
-        loader = self._executor.loader(
+        loader = self.executor.loader(
             self._data,
             cursor=cursor,
             epochs=None,
@@ -131,7 +133,7 @@ class Training:
         )
         self._stack.enter_context(loader)
         self._batches = iter(loader)
-        if self._job.proving and self._executor.steps_done:
+        if self._job.proving and self.executor.steps_done:
             self._after = cursor
             self._save()
         return total
@@ -175,8 +177,8 @@ class Training:
         optimizer = recipe.optimizer(model)
         scheduler = recipe.scheduler(optimizer) if recipe.scheduler else None
         self._data = as_source(recipe.data())
-        self._trained = TrainingState(model, optimizer, scheduler)
-        self._executor = Executor(
+        self.trained = TrainingState(model, optimizer, scheduler)
+        self.executor = Executor(
             model,
             optimizer,
             loss=recipe.loss,
@@ -210,11 +212,11 @@ class Training:
         first: RankBatch | None = None
         if self._world.rank in first_readers(self._data, self._plan):
             options: dict[str, Any] = {"epochs": 1, "drop_last": self._recipe.drop_last}
-            with self._executor.loader(self._data, alone=True, **options) as loader:
+            with self.executor.loader(self._data, alone=True, **options) as loader:
                 first = next(iter(loader))
-        self._executor.cut(first)
-        held = self._executor.strategy.parameters
-        self._trained = replace(self._trained, away=held.away, layout=held.layers)
+        self.executor.cut(first)
+        held = self.executor.strategy.parameters
+        self.trained = replace(self.trained, away=held.away, layout=held.layers)
         self._inventory = CheckpointInventory(self._world)
 
     def _warn_of_batch_norm(self, model: torch.nn.Module) -> None:
@@ -236,7 +238,7 @@ class Training:
         destinations: dict[str, torch.Tensor] = {}
 
         def prepare(manifest: Manifest) -> dict[str, torch.Tensor]:
-            destinations.update(self._trained.destinations(manifest))
+            destinations.update(self.trained.destinations(manifest))
             return destinations
 
         with self._storing():
@@ -252,9 +254,9 @@ class Training:
                 why="Samples would be seen twice or never, because the seed decides their order.",
                 fix=f"Set seed = {cursor.seed}, or use a new run directory.",
             )
-        self._trained.apply(manifest, destinations)
-        self._executor.strategy.restore_exchange(destinations)
-        self._executor.steps_done = manifest.step
+        self.trained.apply(manifest, destinations)
+        self.executor.strategy.restore_exchange(destinations)
+        self.executor.steps_done = manifest.step
         self._journal.event("resume", step=manifest.step, checkpoint=manifest.step)
         return cursor
 
@@ -263,7 +265,7 @@ class Training:
         expected = self._plan.prediction
         self._journal.event(
             "start",
-            step=self._executor.steps_done,
+            step=self.executor.steps_done,
             steps=total,
             ranks=self._world.ranks,
             batch=self._plan.batch.equation(
@@ -277,7 +279,7 @@ class Training:
 
     def _train(self, total: int) -> str | None:
         """Step until the end of the recipe or a signal; returns the signal's name."""
-        run, recipe = self._executor, self._recipe
+        run, recipe = self.executor, self._recipe
         first = run.steps_done + 1
         while run.steps_done < total:
             self.current = run.steps_done + 1
@@ -304,7 +306,7 @@ class Training:
 
     def step(self) -> None:
         """One optimiser step, and its entry in the journal."""
-        run = self._executor
+        run = self.executor
         start = perf_counter()
         self._world.doing("data of step %d", run.steps_done + 1)
         batch = next(self._batches)
@@ -322,25 +324,25 @@ class Training:
             run.record,
             seconds=perf_counter() - start,
             waited=waited,
-            lr=float(self._trained.optimizer.param_groups[0]["lr"]),
+            lr=float(self.trained.optimizer.param_groups[0]["lr"]),
         )
 
     def _contents(self) -> tuple[dict[str, torch.Tensor], Facts, Holdings | None]:
         """This rank's part of a checkpoint, the facts, and who holds what; collective."""
-        tensors = {**self._trained.tensors(), **self._executor.strategy.exchange_state()}
-        facts = self._trained.facts()
+        tensors = {**self.trained.tensors(), **self.executor.strategy.exchange_state()}
+        facts = self.trained.facts()
         if self._inventory is None:
             return tensors, facts, None
         holdings, facts = self._inventory.agree(tensors, facts)
         return tensors, facts, holdings
 
     def _save(self) -> None:
-        step = self._executor.steps_done
+        step = self.executor.steps_done
         # With priority the last update may still be on its way.
-        self._executor.flush()
+        self.executor.flush()
         self._world.doing("the checkpoint of step %d", step)
         # Running statistics differ between ranks; a checkpoint holds one set, with which all go on.
-        self._executor.strategy.parameters.share_buffers()
+        self.executor.strategy.parameters.share_buffers()
         start = time()
         with self._storing():
             tensors, facts, holdings = self._contents()
@@ -356,7 +358,7 @@ class Training:
         if recipe.validation is None:
             return
         start = perf_counter()
-        self._world.doing("the validation after step %d", self._executor.steps_done)
+        self._world.doing("the validation after step %d", self.executor.steps_done)
         source = rank_source(recipe.validation(), plan, self._world.rank)
         samples = min(len(source), recipe.validation_samples or len(source))
         batch = BatchSplit(
@@ -374,10 +376,10 @@ class Training:
             epochs=1,
             limit=samples,
         ) as loader:
-            self._validation, seen = self._executor.evaluate(loader)
+            self._validation, seen = self.executor.evaluate(loader)
         self._journal.event(
             "validation",
-            step=self._executor.steps_done,
+            step=self.executor.steps_done,
             loss=self._validation,
             samples=seen,
             seconds=perf_counter() - start,
@@ -399,9 +401,9 @@ class Training:
     # -- the end -----------------------------------------------------------------------------
 
     def _finish(self, stopped_by: str | None) -> TrainingOutcome:
-        run, showcase = self._executor, self._recipe.showcase
+        run, showcase = self.executor, self._recipe.showcase
         self._world.doing("the end of the run after step %d", run.steps_done)
-        self._executor.flush()
+        self.executor.flush()
         with self._storing():
             # Before the event "stop": a run is complete only with its last checkpoint.
             self._store.wait()
@@ -430,7 +432,7 @@ class Training:
             with torch.no_grad(), generators_restored():
                 left_out = reads_sample_parts(self._data, self._plan)
                 text = NO_SHOWCASE if left_out else self._recipe.showcase(model)
-            self._journal.event("showcase", step=self._executor.steps_done, text=text)
+            self._journal.event("showcase", step=self.executor.steps_done, text=text)
 
 
 def _due(every: int, step: int) -> bool:
