@@ -22,7 +22,7 @@ from headway.schedule.pipeline_schedule import ActionKind
 from headway.verification.compare import compare
 from headway.verification.distributed_run import record_in_world
 from headway.verification.recording import Recording, VerifyJob
-from headway.verification.reference import cut_file, record_delayed, record_serial
+from headway.verification.serial_run import cut_file, record_delayed, record_serial
 from support.commands import headway_here, newest_tensors
 from support.ranks import RanksFailed, run_ranks
 from support.sampling import sampled

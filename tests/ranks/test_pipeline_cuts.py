@@ -23,7 +23,7 @@ from headway.run.recipe.factory import load_recipe
 from headway.verification.compare import compare
 from headway.verification.distributed_run import record_in_world
 from headway.verification.recording import Recording, VerifyJob
-from headway.verification.reference import record_serial
+from headway.verification.serial_run import record_serial
 from support.commands import events, headway_here
 from support.cuts import Deciding, Uneven
 from support.ranks import run_ranks

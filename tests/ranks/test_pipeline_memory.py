@@ -27,7 +27,7 @@ from headway.run.training.loop import CheckpointInventory, StopRequest, Training
 from headway.verification.compare import compare
 from headway.verification.distributed_run import record_in_world
 from headway.verification.recording import Recording, VerifyJob
-from headway.verification.reference import record_serial
+from headway.verification.serial_run import record_serial
 from support.commands import events, newest_tensors
 from support.ranks import RanksFailed, run_ranks
 from support.tiny_models import CLASSES, FEATURES, Points, cross_entropy

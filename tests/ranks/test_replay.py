@@ -28,8 +28,8 @@ from headway.run.strategy.strategy import Strategy
 from headway.verification.compare import compare
 from headway.verification.distributed_run import inexact_file, record_in_world
 from headway.verification.recording import CROSSING_STEPS, Recording, VerifyJob
-from headway.verification.reference import record_serial
 from headway.verification.replay import record_replay, replay_files
+from headway.verification.serial_run import record_serial
 from support.commands import headway_here
 from support.ranks import run_ranks
 from support.recipes import wide

@@ -27,7 +27,7 @@ from headway.run.strategy.strategy import Strategy
 from headway.verification.compare import compare
 from headway.verification.distributed_run import record_in_world
 from headway.verification.recording import Recording, VerifyJob
-from headway.verification.reference import record_serial
+from headway.verification.serial_run import record_serial
 from support.commands import headway_here
 from support.ranks import run_ranks
 from support.sampling import sampled

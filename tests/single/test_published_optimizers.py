@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from headway.optim import LAMB, LARS, WarmUp, layerwise
-from headway.verification.optimizer_reference import step_as_published
+from headway.verification.reference.optimizers import step_as_published
 
 OPTIMIZERS = {
     "lars": partial(LARS, lr=0.1, weight_decay=0.01),

@@ -13,9 +13,9 @@ from headway.errors import NotEqual
 from headway.plans import BatchSplit
 from headway.run.step import randomness
 from headway.run.step.randomness import LogicalRandomness
-from headway.verification.draw_definitions import seeds_of_samples, shuffled
-from headway.verification.sample_draws import check_sample_draws
-from headway.verification.samples import epoch_order, reference_batches
+from headway.verification.reference.batches import epoch_order, reference_batches
+from headway.verification.reference.draws import seeds_of_samples, shuffled
+from headway.verification.reference.random_laws import check_sample_draws
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**40])

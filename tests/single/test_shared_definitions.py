@@ -16,14 +16,14 @@ from headway.run.recipe.factory import load_recipe
 from headway.run.step import forward_pass
 from headway.run.step.randomness import build_model
 from headway.verification.own_precision import check_own_precision
-from headway.verification.recipe_reference import (
+from headway.verification.recording import build_training_state
+from headway.verification.reference.recipes import (
     batch_samples,
     check_amounts,
     check_plan,
     check_seed,
     stop_steps,
 )
-from headway.verification.recording import build_training_state
 from support.recipes import mlp
 
 

@@ -20,7 +20,7 @@ from headway.data import (
 from headway.data.slabs.slab_source import write_sample
 from headway.data.source import GlobalGenerators
 from headway.errors import NotEqual
-from headway.verification.source_reference import check_source, read_batch
+from headway.verification.reference.sources import check_source, read_batch
 from support.tiny_models import Points
 
 SEEDS = [3, 2**40 + 5, 2**63 + 1]

@@ -204,7 +204,7 @@ def _verify_split_runs(
     from headway.verification.compare import compare
     from headway.verification.distributed_run import inexact_file, record_split
     from headway.verification.recording import Recording
-    from headway.verification.reference import cut_file, record_serial
+    from headway.verification.serial_run import cut_file, record_serial
 
     with tempfile.TemporaryDirectory(prefix="headway-verify-") as folder:
         serial = Path(folder) / "serial.safetensors"
@@ -272,7 +272,7 @@ def _whole_runs(job: VerifyJob, processes: int, pieces: bool) -> dict[str, Compa
     from headway.verification.compare import compare
     from headway.verification.distributed_run import simple_plan, trained_plan, uncompressed
     from headway.verification.recording import Recording
-    from headway.verification.reference import record_serial
+    from headway.verification.serial_run import record_serial
     from headway.verification.whole_run import (
         check_end,
         check_resumption,
@@ -418,7 +418,7 @@ def _compared_replay(run: Path) -> Comparison:
 def _delayed_reference(job: VerifyJob, split: Path, processes: int) -> Recording:
     """What one process makes of the table and the cut of a split run."""
     from headway.verification.recording import Recording
-    from headway.verification.reference import cut_file, record_delayed
+    from headway.verification.serial_run import cut_file, record_delayed
 
     stages = json.loads(cut_file(split).read_text(encoding="utf-8"))
     target = split.with_name(f"delayed-{processes}.safetensors")

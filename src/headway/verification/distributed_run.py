@@ -38,9 +38,9 @@ from headway.run.step.randomness import build_model
 from headway.run.step.setup import recipe_plan
 from headway.run.strategy.training_state import TrainingState
 from headway.verification.exchange_recording import ExchangeRecorder, exchange_file
-from headway.verification.recipe_reference import check_plan
 from headway.verification.recording import Recorder, VerifyJob, build_training_state
-from headway.verification.reference import save_cut
+from headway.verification.reference.recipes import check_plan
+from headway.verification.serial_run import save_cut
 
 REARRANGED_AFTER = 1
 """The step after which, and after the next, an exchange that may re-arrange its buckets must."""

@@ -29,7 +29,7 @@ from headway.run.step.randomness import (
     seed_everything,
 )
 from headway.verification.recording import build_training_state
-from headway.verification.samples import reference_batches
+from headway.verification.reference.batches import reference_batches
 
 SAMPLES = 2
 """Few, because only the types of numbers are in question."""

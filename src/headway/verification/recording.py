@@ -27,8 +27,8 @@ from headway.run.recipe.factory import load_recipe
 from headway.run.recipe.recipe import Recipe
 from headway.run.step.setup import check_components
 from headway.run.strategy.training_state import TrainingState
-from headway.verification.optimizer_reference import check_warm_up, step_as_published
-from headway.verification.scheduler_reference import GivenArguments, check_scaled_rates
+from headway.verification.reference.optimizers import check_warm_up, step_as_published
+from headway.verification.reference.schedulers import GivenArguments, check_scaled_rates
 
 KINDS = (
     "loss",

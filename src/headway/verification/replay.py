@@ -2,7 +2,7 @@
 
 One replica of model, optimiser and scheduler stands for each rank. In every step it computes the
 gradients of its own share of the batch, which must be what the rank has put into its buckets. From
-these `exchange_reference` computes what must come out and what each rank must keep back. With what
+these `reference.exchanges` computes what must come out and what each rank must keep back. With what
 did come out, all replicas make the update. So every link of a step is compared to rounding, and no
 rounding grows from step to step: an element that is sent in one run and kept in the other because
 two magnitudes differ in the last bit would otherwise make all further steps differ.
@@ -29,13 +29,15 @@ from headway.run.recipe.recipe import Recipe
 from headway.run.step.forward_pass import to_float64
 from headway.run.step.randomness import RandomDraws
 from headway.run.step.setup import recipe_plan
-from headway.verification.draw_definitions import initial_model
 from headway.verification.exchange_recording import (
     RecordedBucket,
     RecordedExchange,
     exchange_file,
 )
-from headway.verification.exchange_reference import (
+from headway.verification.recording import Recording, VerifyJob, build_training_state
+from headway.verification.reference.batches import reference_batches
+from headway.verification.reference.draws import initial_model
+from headway.verification.reference.exchanges import (
     SIGMAS,
     BucketInputs,
     ExpectedExchange,
@@ -47,9 +49,7 @@ from headway.verification.exchange_reference import (
     parse_kept,
     sum_of_rows,
 )
-from headway.verification.recording import Recording, VerifyJob, build_training_state
-from headway.verification.reference import find_draws, gradients_of
-from headway.verification.samples import reference_batches
+from headway.verification.serial_run import find_draws, gradients_of
 
 SUMMED = ("/residual", "/server")
 """Endings of what has not been sent yet; all else that a compressor keeps is alike on all ranks."""

@@ -41,15 +41,14 @@ from headway.run.step.randomness import (
 from headway.run.step.setup import recipe_plan
 from headway.run.strategy.training_state import TrainingState
 from headway.schedule.pipeline_schedule import ActionKind, PipelineSchedule, update_groups
-from headway.verification.draw_definitions import begin_draws, initial_model
-from headway.verification.order_laws import check_orders
 from headway.verification.own_precision import check_own_precision
-from headway.verification.recipe_reference import check_amounts, check_seed
 from headway.verification.recording import Recorder, VerifyJob, build_training_state
-from headway.verification.sample_draws import check_sample_draws
-from headway.verification.samples import reference_batches
+from headway.verification.reference.batches import reference_batches
+from headway.verification.reference.draws import begin_draws, initial_model
+from headway.verification.reference.random_laws import check_orders, check_sample_draws
+from headway.verification.reference.recipes import check_amounts, check_seed
+from headway.verification.reference.sources import check_source
 from headway.verification.saved_facts import cursor_behind, facts_of, numbers_of
-from headway.verification.source_reference import check_source
 
 
 def record_serial(_: LaunchEnv, job: VerifyJob, target: Path, *, ranks: int | None = None) -> None:

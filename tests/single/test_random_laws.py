@@ -6,8 +6,8 @@ import pytest
 
 from headway.data import order
 from headway.errors import NotEqual
-from headway.verification import order_laws
-from headway.verification.order_laws import check_orders
+from headway.verification.reference import random_laws
+from headway.verification.reference.random_laws import check_orders
 
 KEYS = order._keys
 
@@ -35,7 +35,7 @@ def test_an_order_that_comes_again_is_named(monkeypatch, wrong, said):
 
 def test_samples_that_draw_the_same_are_named(monkeypatch):
     monkeypatch.setattr(
-        order_laws, "sample_seeds", lambda s, e, a, b: order.sample_seeds(s, e, a // 2, a // 2 + 1)
+        random_laws, "sample_seeds", lambda s, e, a, b: order.sample_seeds(s, e, a // 2, a // 2 + 1)
     )
     with pytest.raises(NotEqual, match="places 0 and 1 draw the same"):
         check_orders(40, 5)

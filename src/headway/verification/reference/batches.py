@@ -17,8 +17,8 @@ from headway.data import Cursor, MicroBatch, RankBatch, SampleOrder, Source
 from headway.data.order import sample_seeds
 from headway.errors import NotEqual
 from headway.plans import BatchSplit
-from headway.verification.draw_definitions import seeds_of_samples, shuffled
-from headway.verification.source_reference import read_batch
+from headway.verification.reference.draws import seeds_of_samples, shuffled
+from headway.verification.reference.sources import read_batch
 
 
 def reference_batches(

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from headway.errors import NotEqual
 from headway.optim import LAMB, LARS, WarmUp
 from headway.run.recipe.recipe import Recipe
-from headway.verification.recipe_reference import batch_samples
+from headway.verification.reference.recipes import batch_samples
 
 Groups = list[dict[str, Any]]
 

@@ -96,14 +96,14 @@ SMALLEST = 1024
 
 
 @dataclass(frozen=True)
-class Compression:
+class CompressionSpec:
     """A compressor and its amount: the share of elements that are sent, or the rank of factors."""
 
     name: str
     amount: float
 
     @classmethod
-    def of(cls, text: str) -> Compression:
+    def of(cls, text: str) -> CompressionSpec:
         name, _, amount = text.strip().partition(":")
         return cls(name, float(amount or 0))
 
@@ -125,7 +125,7 @@ class Compression:
 
 def is_rounded(text: str) -> bool:
     """Whether a compressor only rounds each element, and keeps nothing."""
-    return Compression.of(text).name in ROUNDED
+    return CompressionSpec.of(text).name in ROUNDED
 
 
 def draws(seed: int, name: str, step: int = 0, rank: int = 0) -> np.random.Generator:
@@ -138,7 +138,7 @@ def expected_exchange(inputs: BucketInputs) -> ExpectedExchange:
     """The result of a bucket's exchange and what each rank keeps back."""
     if inputs.reduce == "adasum":
         return ExpectedExchange(_adasum(inputs))
-    kind = Compression.of(inputs.bucket.compress).name
+    kind = CompressionSpec.of(inputs.bucket.compress).name
     if inputs.hierarchical and kind in ("topk", "mstopk"):
         return _hierarchical_topk(inputs, sampled=kind == "mstopk")
     if kind in ROUNDED:
@@ -244,7 +244,7 @@ def _by_layer(
         strays: For each rank and layer what is to be sent besides.
     """
     strays = strays or [{}] * len(inputs.rows)
-    compression = Compression.of(inputs.bucket.compress)
+    compression = CompressionSpec.of(inputs.bucket.compress)
     out = np.sum(inputs.rows, 0)
     kept: list[dict[str, Row]] = [{} for _ in inputs.rows]
     for name, span, shape in inputs.spans:
@@ -277,7 +277,7 @@ def largest(u: Row, count: int, kept: Row, _: np.random.Generator) -> NDArray[np
 
 def _selected(choose: Choose, inputs: BucketInputs) -> ExpectedExchange:
     """Of each layer and rank the elements that `choose` gives."""
-    compression = Compression.of(inputs.bucket.compress)
+    compression = CompressionSpec.of(inputs.bucket.compress)
 
     def sent(name: str, us: Sequence[Row], kept: Sequence[Row]) -> list[Row]:
         count = compression.kept(us[0].size)
@@ -325,7 +325,7 @@ SAMPLINGS = 30
 
 
 def _adaptive(inputs: BucketInputs) -> ExpectedExchange:
-    compression = Compression.of(inputs.bucket.compress)
+    compression = CompressionSpec.of(inputs.bucket.compress)
     layers = [(n, prod(s)) for n, _, s in inputs.spans if compression.compresses(s)]
     even = [compression.kept(size) for _, size in layers]
     budgets: list[dict[str, int]] = []
@@ -389,7 +389,7 @@ def moved_shares(
 
 
 def _randomk(inputs: BucketInputs) -> ExpectedExchange:
-    compression = Compression.of(inputs.bucket.compress)
+    compression = CompressionSpec.of(inputs.bucket.compress)
 
     def sent(name: str, us: Sequence[Row], kept: Sequence[Row]) -> list[Row]:
         size = us[0].size
@@ -433,7 +433,7 @@ def _one_bit(u: Row, scale: float) -> Row:
 
 def _sign_served(inputs: BucketInputs) -> ExpectedExchange:
     """Of more than two ranks each serves a part, with a residual of its own second rounding."""
-    compression = Compression.of(inputs.bucket.compress)
+    compression = CompressionSpec.of(inputs.bucket.compress)
     ranks = len(inputs.rows)
     layers = [(n, span, prod(s)) for n, span, s in inputs.spans if compression.compresses(s)]
     # Bytes of eight signs, whole for each layer, in words of four.
@@ -468,7 +468,7 @@ def _served(rank: int, part: int, start: int, size: int) -> slice:
 
 
 def _powersgd(inputs: BucketInputs) -> ExpectedExchange:
-    compression = Compression.of(inputs.bucket.compress)
+    compression = CompressionSpec.of(inputs.bucket.compress)
     rank = int(compression.amount)
     out, free = np.sum(inputs.rows, 0), False
     kept: list[dict[str, Row]] = [{} for _ in inputs.rows]
@@ -505,7 +505,7 @@ def _hierarchical_topk(inputs: BucketInputs, *, sampled: bool) -> ExpectedExchan
     if len(bucket.nodes) == 1:
         return ExpectedExchange(np.sum(inputs.rows, 0))
     size = inputs.rows[0].size
-    density = Compression.of(bucket.compress).amount
+    density = CompressionSpec.of(bucket.compress).amount
     out = np.zeros(size)
     kept: list[dict[str, Row]] = [{} for _ in inputs.rows]
     choose = bisected if sampled else largest
