@@ -143,7 +143,7 @@ def test_validation_data_may_be_cached_and_an_argument_may_be_called_cache():
     source = recipe.validation()
     assert isinstance(source, CachedSource)
     assert len(source) == 8
-    assert source._source.dataset.cache == 5
+    assert source.source.dataset.cache == 5
 
 
 def test_overrides_reach_the_table():
