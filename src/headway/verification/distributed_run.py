@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from time import monotonic, sleep
 
 import torch.distributed as dist
 from torch import Tensor
@@ -42,6 +43,8 @@ from headway.verification.recording import Recorder, VerifyJob, build_training_s
 from headway.verification.reference.recipes import check_plan
 from headway.verification.serial_run import save_cut
 
+PATIENCE = 5.0
+"""Seconds that a rank which has failed waits for the recording of rank 0."""
 REARRANGED_AFTER = 1
 """The step after which, and after the next, an exchange that may re-arrange its buckets must."""
 
@@ -162,6 +165,13 @@ class _CrossingSteps:
         kinds["parameter"] |= {name: p.detach().clone() for name, p in frozen.items()}
 
 
+def _await_file(path: Path) -> None:
+    """Wait for what rank 0 writes, but not for ever: it may be stuck."""
+    until = monotonic() + PATIENCE
+    while not path.exists() and monotonic() < until:
+        sleep(0.02)
+
+
 class RecordedRun:
     """The steps of a plan in a world, recorded while they are made."""
 
@@ -208,6 +218,9 @@ class RecordedRun:
             ended = bool(self._apart)
         finally:
             self.write(target, ended=ended)
+            if ended:
+                # The first rank that leaves ends the others.
+                _await_file(target)
 
     def _checkpoint_exchange(self) -> None:
         """Save what compressors keep back, as a checkpoint does, and take it up; collective."""

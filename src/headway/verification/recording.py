@@ -131,7 +131,10 @@ class Recording:
         clones = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
         clones |= {f"{_BOUND}{name}": bound for name, bound in self.bounds.items()}
         facts = {"order": self.order, "apart": dict(self.apart), "ended": self.ended}
-        save_file(clones, path, metadata={key: json.dumps(fact) for key, fact in facts.items()})
+        unfinished = path.with_suffix(".unfinished")
+        metadata = {key: json.dumps(fact) for key, fact in facts.items()}
+        save_file(clones, unfinished, metadata=metadata)
+        unfinished.replace(path)
 
     @staticmethod
     def load(path: Path) -> Recording:
