@@ -14,7 +14,6 @@ import math
 import multiprocessing
 import os
 import pickle
-import shutil
 import signal
 import socket
 import sys
@@ -137,8 +136,8 @@ class _Watcher:
             pause = _POLL_SECONDS if self._unknown else None
             ready = connection.wait(waiting, timeout=pause)
             if any(item in launcher for item in ready):
-                # Nobody else is left to remove the launcher's temporary directory.
-                shutil.rmtree(self._outbox.parent, ignore_errors=True)
+                # The launcher's files stay: torch's FileStore, opened in a folder that is gone,
+                # waits five minutes and holds the GIL. The forkserver, the last, removes them.
                 end_process(ORPHANED, flush=False)
             for descriptor in ready:
                 assert isinstance(descriptor, int)
