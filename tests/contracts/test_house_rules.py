@@ -97,7 +97,7 @@ def leaves_groups_listening(tree):
         id(inner)
         for node in ast.walk(tree)
         if isinstance(node, ast.With)
-        and any("deaf_afterwards" in ast.unparse(item) for item in node.items)
+        and any("drop_later_connections" in ast.unparse(item) for item in node.items)
         for inner in ast.walk(node)
     }
     return [
@@ -185,7 +185,7 @@ def test_each_rule_catches_what_it_forbids(rule, source):
     [
         (reads_environment, "import os\nos.path.exists('environ')"),
         (prints_or_exits, "console.print(1)"),
-        (leaves_groups_listening, "with deaf_afterwards():\n    a = dist.new_group([0])"),
+        (leaves_groups_listening, "with drop_later_connections():\n    a = dist.new_group([0])"),
         (
             swallows_import_errors,
             "try:\n    import a\nexcept ImportError:\n    raise X",

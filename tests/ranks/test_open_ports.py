@@ -31,7 +31,7 @@ def test_a_listing_shows_what_listens_and_where():
 def test_a_job_on_one_machine_listens_on_the_loopback_only(backend):
     """The launcher and all ranks, while they exchange: IPv4 and IPv6.
 
-    Gloo's sockets hear nobody any more: a thousand callers would make Gloo abort.
+    Gloo's sockets accept nothing more: a thousand callers would make Gloo abort.
     """
     results = launch_local(
         entries.ports, (os.getpid(), backend), processes=2, preload=PRELOAD

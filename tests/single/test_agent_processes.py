@@ -12,7 +12,7 @@ import pytest
 
 from headway.launch.agent_processes import (
     SILENT,
-    Announcement,
+    OneShotEvent,
     ReturnQueue,
     WorkerProcess,
     _signals_deferred,
@@ -25,7 +25,7 @@ FORK = multiprocessing.get_context("fork")
 
 def test_an_announcement_does_not_wait_for_who_was_stopped_or_killed_while_he_waited():
     """The event of multiprocessing waits for all who wait for it (torch says so, too)."""
-    event = Announcement()
+    event = OneShotEvent()
     waiting = [FORK.Process(target=event.wait) for _ in range(3)]
     for process, number in zip(waiting, (signal.SIGSTOP, signal.SIGKILL, 0), strict=True):
         process.start()
@@ -61,7 +61,7 @@ def test_neither_makes_a_file_in_shared_memory():
     if not folder.exists():
         pytest.skip("there is no /dev/shm")
     before = set(folder.glob("sem.mp-*"))
-    held = ReturnQueue(), Announcement()
+    held = ReturnQueue(), OneShotEvent()
     assert set(folder.glob("sem.mp-*")) <= before
     del held
 

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from headway.channel.job_secret import SECRET
-from headway.channel.rendezvous import least_welcome
+from headway.channel.rendezvous import connection_to_drop
 from headway.errors import RunError
 from headway.run.distributed.heartbeat_message import MOST_BYTES_OF_STRANGERS, decode, encode
 from headway.run.distributed.job_store import JobStore, KeyTable, call_job_store, host_job_store
@@ -200,5 +200,5 @@ def test_ranks_meet_while_a_stranger_rewrites_every_key():
 
 
 def test_of_too_many_callers_one_of_the_most_frequent_address_is_turned_away():
-    assert least_welcome("abcde", ["1", "2", "2", "3", "2"]) == "b"
-    assert least_welcome("abc", ["1", "2", "3"]) == "a"
+    assert connection_to_drop("abcde", ["1", "2", "2", "3", "2"]) == "b"
+    assert connection_to_drop("abc", ["1", "2", "3"]) == "a"

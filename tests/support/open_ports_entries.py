@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from headway.channel import sockets
 from headway.channel.channel import Channel
-from headway.channel.gloo_listeners import deaf_afterwards
+from headway.channel.gloo_listeners import drop_later_connections
 from headway.comm.backend.process_group import register_backend
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
@@ -35,7 +35,7 @@ def ports(place: LaunchEnv, launcher: int, backend: str) -> tuple[Places, Places
 
     with World.join(place, timeout_seconds=30) as world:
         register_backend()
-        with deaf_afterwards():
+        with drop_later_connections():
             group = dist.new_group(backend=backend)
         parts = list(torch.zeros(2, 1))
         dist.all_gather(parts, torch.tensor([float(world.rank)]), group=group)

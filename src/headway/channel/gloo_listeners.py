@@ -1,9 +1,9 @@
-"""Gloo's listening sockets hear nobody once a group's connections are made.
+"""Gloo's listening sockets accept nothing more once a group's connections are made.
 
-Each of Gloo's groups listens for as long as it lives, asks nobody who he is, and keeps every caller
-that says eight bytes: a thousand of those use up the open files of a process, and Gloo aborts it.
-All connections are made with the group, so that nobody has to be heard afterwards: the kernel then
-drops whatever comes for the listening socket (socket(7), SO_ATTACH_FILTER). The socket itself stays
+Each of Gloo's groups listens for as long as it lives, authenticates no client, and keeps every
+connection that sends eight bytes: a thousand of those use up the open files of a process, and Gloo
+aborts it. All connections of a group are made with it. From then on the kernel drops all packets
+for the listening socket (socket(7), SO_ATTACH_FILTER). The socket itself stays
 Gloo's. Where there is no /proc or no such filter, nothing is done.
 """
 
@@ -25,8 +25,8 @@ _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 
 
 @contextmanager
-def deaf_afterwards() -> Iterator[None]:
-    """Around what makes process groups: what listens anew at the end hears nobody any more."""
+def drop_later_connections() -> Iterator[None]:
+    """Around what makes process groups: drop all packets for listening sockets opened inside."""
     # Then Gloo connects when a group is first used.
     if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0"):
         yield

@@ -57,15 +57,15 @@ def receive_exactly(link: socket.socket, memory: memoryview) -> bool:
     return True
 
 
-# Calls that have not said enough; of more, one is turned away.
+# Connections that have not sent enough; of more, one is closed.
 _MOST_CALLS = 256
 
 
 Caller = TypeVar("Caller")
 
 
-def least_welcome(callers: Sequence[Caller], addresses: Sequence[str]) -> Caller:
-    """Who is turned away where too many wait: the oldest of the address that most come from.
+def connection_to_drop(callers: Sequence[Caller], addresses: Sequence[str]) -> Caller:
+    """Which to close where too many wait: the oldest of the address that most come from.
 
     Args:
         callers: In the order of their calls, each with its address.
@@ -123,7 +123,9 @@ def accept_calls(
                             link.settimeout(CALL_SECONDS)
                             yield link, bytes(said)
                 if len(calls) > _MOST_CALLS:
-                    turn_away(least_welcome([*calls], [where for _, _, where in calls.values()]))
+                    turn_away(
+                        connection_to_drop([*calls], [where for _, _, where in calls.values()])
+                    )
         finally:
             for stranger in calls:
                 stranger.close()

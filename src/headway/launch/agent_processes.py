@@ -56,7 +56,7 @@ class ReturnQueue:
         return not self._reader.poll()
 
 
-class Announcement:
+class OneShotEvent:
     """An event that is set once: its byte stays in the pipe, and all who wait see it."""
 
     def __init__(self) -> None:
@@ -165,11 +165,11 @@ class Workers:
                 tempfile.tempdir = folder
             return self._made[-1]
 
-        def make_event() -> Announcement:
+        def make_event() -> OneShotEvent:
             # The last that the agent makes before it makes files for tracebacks, which stay if a
             # signal comes in between: into the folder that multiprocessing removes at the end.
             tempfile.tempdir = get_temp_dir()
-            return Announcement()
+            return OneShotEvent()
 
         changes = {"Process": make_worker, "SimpleQueue": ReturnQueue, "Event": make_event}
         vars(context).update(changes)
@@ -209,8 +209,8 @@ class Workers:
     # -- stopped workers -------------------------------------------------------------------------
 
     @contextmanager
-    def stopped_ones_ended(self, seconds: float | None) -> Iterator[None]:
-        """Inside, a worker that stands still for so long while others run is reported and killed.
+    def end_stopped_workers(self, seconds: float | None) -> Iterator[None]:
+        """Inside, a worker that is stopped for so long while others run is reported and killed.
 
         Args:
             seconds: More than the heartbeat's patience, which knows more; None: never.

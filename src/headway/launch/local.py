@@ -70,7 +70,7 @@ def run_attempt(
     Args:
         job: For every worker; its outbox exists and is empty.
         shutdown_seconds: After a signal, kill workers that still run after this long.
-        stopped_seconds: See `Workers.stopped_ones_ended`.
+        stopped_seconds: See `Workers.end_stopped_workers`.
 
     Raises:
         RunError: The workers could not be started.
@@ -87,7 +87,7 @@ def run_attempt(
     with (
         _agent_contained(),
         workers.given_to_agent(),
-        workers.stopped_ones_ended(stopped_seconds),
+        workers.end_stopped_workers(stopped_seconds),
     ):
         config = _config(job, processes, shutdown_seconds)
         try:

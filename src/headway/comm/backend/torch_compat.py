@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
 
-from headway.channel.gloo_listeners import deaf_afterwards
+from headway.channel.gloo_listeners import drop_later_connections
 from headway.comm.backend.connection import (
     ConnectionMessages,
     connect_peers,
@@ -92,7 +92,7 @@ def register(make: Callable[[GroupInfo], dist.ProcessGroup], name: str = NAME) -
 
 def make_gloo(info: GroupInfo, interfaces: Sequence[str]) -> Any:
     """The Gloo group inside of one of ours; without interfaces on those that Gloo finds itself."""
-    with deaf_afterwards():
+    with drop_later_connections():
         gloo = _gloo(info, interfaces)
     # torch 2.14 counts from zero on all ranks by itself.
     if torch.__version__ < "2.14":

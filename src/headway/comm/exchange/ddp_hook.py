@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from headway.channel.gloo_listeners import deaf_afterwards
+from headway.channel.gloo_listeners import drop_later_connections
 from headway.collective.compression import parse_compression
 from headway.collective.nodes import Nodes
 from headway.comm.algorithms.method import (
@@ -195,7 +195,7 @@ class _Lane:
 
 def _own_route(ranks: list[int]) -> Route:
     # Only the ranks of the DDP model meet here, perhaps not the whole world.
-    with deaf_afterwards():
+    with drop_later_connections():
         group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     chosen = tuple(sorted(ranks))
     return Route(chosen, dist.get_rank(), group, Nodes((chosen,)))

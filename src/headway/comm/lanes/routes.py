@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from headway.channel.gloo_listeners import deaf_afterwards
+from headway.channel.gloo_listeners import drop_later_connections
 from headway.collective.nodes import Nodes
 from headway.comm.algorithms.method import Route, check_uniform_nodes
 from headway.comm.backend.process_group import (
@@ -154,18 +154,18 @@ def make_route(
     # Gloo on CPUs; where there are GPUs, and in a fake world, the default of the world.
     backend = None if fake or torch.cuda.is_available() else "gloo"
     own_backend = backend if fake or choose is None else register_exchange_backend(choose)
-    with deaf_afterwards():
+    with drop_later_connections():
         group = dist.new_group(list(chosen), backend=own_backend, timeout=timeout)
     inside = across = None
     if hierarchical:
         # Every rank makes the groups of all nodes, its own or not: new_group is collective.
         for members in here.members:
-            with deaf_afterwards():
+            with drop_later_connections():
                 made = dist.new_group(list(members), backend=backend, timeout=timeout)
             inside = made if own in members and len(members) > 1 else inside
         for first in here.members[0]:
             column = here.across(first)
-            with deaf_afterwards():
+            with drop_later_connections():
                 made = dist.new_group(list(column), backend=backend, timeout=timeout)
             across = made if own in column and len(column) > 1 else across
     if own not in chosen:

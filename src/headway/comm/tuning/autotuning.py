@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from headway.channel.gloo_listeners import deaf_afterwards
+from headway.channel.gloo_listeners import drop_later_connections
 from headway.collective.compression import (
     UNCOMPRESSED,
     Compression,
@@ -683,7 +683,7 @@ def _slowdown(compression: Compression, route: Route, device: torch.device) -> f
 
 def _single_rank_route(device: torch.device) -> Route:
     rank = dist.get_rank()
-    with deaf_afterwards():
+    with drop_later_connections():
         group = dist.new_group([rank], use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return Route((rank,), rank, group, Nodes(((rank,),)))

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from headway.channel.gloo_listeners import deaf_afterwards
+from headway.channel.gloo_listeners import drop_later_connections
 from headway.errors import PlanError
 from headway.parallel.fsdp import (
     ShardedParameterSite,
@@ -282,7 +282,7 @@ def _new_groups(wanted: Iterable[ReductionGroup]) -> dict[ReductionGroup, dist.P
     # `new_group` is collective: every process makes every group, in one order.
     several = [key for key in wanted if len(key[1]) > 1]
     every = sorted({key for found in _gathered(several) for key in found})
-    with deaf_afterwards():
+    with drop_later_connections():
         groups = {key: dist.new_group(list(key[1])) for key in every}
     return {key: groups[key] for key in several}
 
@@ -477,7 +477,7 @@ def _meshes(keys: Iterable[_Key], group: Mapping[str, int], device: str) -> dict
         sizes = {**group, f"copies_{stages}": len(rows), f"parts_{stages}": rows.shape[1]}
         sizes = {name: size for name, size in sizes.items() if size > 1}
         names = tuple(sizes)
-        with deaf_afterwards():
+        with drop_later_connections():
             made[key] = DeviceMesh(device, ranks.reshape(*sizes.values()), mesh_dim_names=names)
     return made
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from headway.channel.gloo_listeners import deaf_afterwards
+from headway.channel.gloo_listeners import drop_later_connections
 from headway.collective.collective_calls import CallKind, CallListener, ignore_call
 from headway.errors import UsageError
 from headway.plans.tensor_layout import TensorGrid
@@ -101,7 +101,7 @@ class ProcessGrid:
                     fix="Give the part of your device mesh that splits layers.",
                 )
             names = tuple(f"tensor_{axis}" for axis in plan.axes)
-            with deaf_afterwards():
+            with drop_later_connections():
                 mesh = init_device_mesh(device, sizes, mesh_dim_names=names)
         if tuple(mesh.shape) != sizes:
             raise UsageError(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from headway.channel.gloo_listeners import deaf_afterwards
+from headway.channel.gloo_listeners import drop_later_connections
 from headway.comm.backend.process_group import register_state_backend
 from headway.plans import Plan
 from headway.plans.layer_split import TENSOR
@@ -36,7 +36,7 @@ def refined_mesh(
         order = sorted(names, key=lambda one: one not in axes)
         ranks = ranks.permute([names.index(one) for one in order]).contiguous()
         names = order
-    with deaf_afterwards():
+    with drop_later_connections():
         return DeviceMesh(device.type, ranks, mesh_dim_names=tuple(names))
 
 
@@ -66,7 +66,7 @@ def state_mesh(plan: Plan, device: torch.device, timeout: timedelta | None = Non
         grid = grid.reshape(-1)
     # Another default group (NCCL, a fake one, the user's own "headway") is what the mesh takes.
     if device.type != "cpu" or dist.get_backend() != "gloo":
-        with deaf_afterwards():
+        with drop_later_connections():
             return DeviceMesh(device.type, grid, mesh_dim_names=names)
     own = [_own_group(rows, timeout) for rows in _lines_of(grid)]
     return DeviceMesh.from_group(

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Literal
 
 from headway.channel.job_secret import job_secret, sign
-from headway.channel.rendezvous import least_welcome
+from headway.channel.rendezvous import connection_to_drop
 from headway.errors import HeadwayError, PeerLost, Stalled
 from headway.run.distributed.failure_record import mark_as_job_error, name_ranks
 from headway.run.distributed.heartbeat_message import LineError, SignedLines, clip, number, seconds
@@ -645,7 +645,7 @@ class Heartbeat:
             self._selector.register(link, selectors.EVENT_READ, peer)
         strangers = self._strangers()
         if len(strangers) > _MOST_STRANGERS:
-            self._drop(least_welcome(strangers, [peer.address for peer in strangers]))
+            self._drop(connection_to_drop(strangers, [peer.address for peer in strangers]))
 
     def _strangers(self) -> list[HeartbeatConnection]:
         """Those that have called and not said who they are, the oldest first."""

@@ -26,7 +26,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
 )
 
 from headway.channel.job_secret import SECRET, job_secret, sign
-from headway.channel.rendezvous import configure_connection, least_welcome
+from headway.channel.rendezvous import configure_connection, connection_to_drop
 from headway.errors import RunError
 from headway.run.distributed.heartbeat_message import (
     MOST_BYTES,
@@ -262,7 +262,7 @@ class _Service:
             self._answer(caller)
         strangers = [each for each in self._callers if not each.lines.trusted]
         if len(strangers) > _MOST_STRANGERS:
-            self._drop(least_welcome(strangers, [each.address for each in strangers]))
+            self._drop(connection_to_drop(strangers, [each.address for each in strangers]))
 
     def _serve(self, caller: _Caller, mask: int) -> None:
         if caller not in self._callers:  # dropped since `select` returned

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from headway.channel.gloo_listeners import deaf_afterwards
+from headway.channel.gloo_listeners import drop_later_connections
 from headway.comm.exchange_errors import is_exchange_error, is_timeout
 from headway.errors import (
     TIMEOUT_SECONDS,
@@ -373,7 +373,7 @@ class World:
         """The world of a process group that the user's program has made, and keeps; collective."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
         gpu = torch.cuda.is_available() and "nccl" in dist.get_backend()
-        with deaf_afterwards():
+        with drop_later_connections():
             side_group = dist.new_group(backend="gloo") if ranks > 1 else None
         return cls(
             place=replace(LaunchEnv(), rank=rank, ranks=ranks, launcher="program"),
@@ -501,7 +501,7 @@ class World:
             if isinstance(store, JobStore):
                 store = open_torch_store(self.place, store)
         # The prefix keeps torch's keys apart from those of the meeting and of the goodbye.
-        with deaf_afterwards():
+        with drop_later_connections():
             dist.init_process_group(
                 self.backend,
                 store=PrefixStore("groups", store),
@@ -509,7 +509,7 @@ class World:
                 world_size=self.ranks,
                 timeout=timeout,
             )
-        with deaf_afterwards():
+        with drop_later_connections():
             self.side_group = dist.new_group(backend="gloo", timeout=timeout)
 
     def _farewell(self) -> None:

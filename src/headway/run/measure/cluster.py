@@ -28,7 +28,7 @@ from headway.capture.benchmark.links import (
     slowest_of,
 )
 from headway.capture.benchmark.timer import ROUNDS_SECONDS, Slowest, Visit, slowest_of_one
-from headway.channel.gloo_listeners import deaf_afterwards
+from headway.channel.gloo_listeners import drop_later_connections
 from headway.cluster.local_machine import cores_in_use
 from headway.cluster.measurement import IdleStep, LinkReadings, RankReadings
 from headway.data import RankBatch
@@ -174,7 +174,7 @@ def _slowest(world: World, by_node: list[list[int]]) -> Slowest:
     found = slowest_of_one
     # Every rank makes the groups of all nodes, because `new_group` is collective over the world.
     for ranks in by_node:
-        with deaf_afterwards():
+        with drop_later_connections():
             group = dist.new_group(ranks) if len(ranks) > 1 else None
         if isinstance(group, dist.ProcessGroup) and world.rank in ranks:
             found = partial(slowest_of, group=group, device=world.device)
@@ -185,7 +185,7 @@ def _among(world: World, groups: list[list[int]]) -> LinkReadings | None:
     """Of the group with this rank in it; None: there is none of at least two ranks."""
     found = None
     for ranks in groups:
-        with deaf_afterwards():
+        with drop_later_connections():
             group = dist.new_group(ranks) if len(ranks) > 1 else None
         if isinstance(group, dist.ProcessGroup) and world.rank in ranks:
             found = measure_exchanges(group, world.device)

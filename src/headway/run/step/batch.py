@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headway.channel.gloo_listeners import deaf_afterwards
+from headway.channel.gloo_listeners import drop_later_connections
 from headway.collective.collective_calls import CallListener
 from headway.data import (
     Cursor,
@@ -159,7 +159,7 @@ def _ranks_of_the_part(plan: Plan, world: World) -> dist.ProcessGroup:
     for rank in range(plan.ranks):
         ranks.setdefault(place(rank), []).append(rank)
     # Groups of their own: slabs are exchanged while gradients are summed on the others.
-    with world.explained("making the groups that share slabs"), deaf_afterwards():
+    with world.explained("making the groups that share slabs"), drop_later_connections():
         groups: dict[Hashable, dist.ProcessGroup] = {
             key: dist.new_group(each, backend="gloo") for key, each in ranks.items()
         }
@@ -239,7 +239,7 @@ def _together(plan: Plan, world: World) -> dist.ProcessGroup | None:
         return None
     everyone = dict.fromkeys(plan.mesh.peers(rank, SPACE) for rank in range(plan.ranks))
     # `new_group` is collective over the world: all ranks make all groups, in the same order.
-    with deaf_afterwards():
+    with drop_later_connections():
         made: dict[tuple[int, ...], dist.ProcessGroup] = {
             ranks: dist.new_group(list(ranks)) for ranks in everyone
         }
