@@ -109,6 +109,78 @@ def leaves_groups_listening(tree):
     ]
 
 
+PICKLING = {"broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"}
+PICKLING |= {"send_object_list", "recv_object_list"}
+UNPICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+
+
+def unpickles(tree):
+    """Lines that run what another rank or a file says: torch's collectives of objects, and its
+    checkpoints, which use them; pickles; `torch.load` of more than weights."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            names, module = {alias.name for alias in node.names}, node.module or ""
+            bad = names & PICKLING or module.split(".")[0] in UNPICKLERS
+            bad = bad or (module.endswith((".state_dict_saver", ".state_dict_loader")))
+            found += [node.lineno] * bool(bad or (module == "torch" and "load" in names))
+        elif isinstance(node, ast.Attribute | ast.Name):
+            name = node.attr if isinstance(node, ast.Attribute) else node.id
+            found += [node.lineno] * (name in PICKLING)
+            text = ast.unparse(node)
+            found += [node.lineno] * (
+                text.rpartition(".")[0] in UNPICKLERS and name != "dumps" and "Error" not in name
+            )
+        elif isinstance(node, ast.Call):
+            weights = any(
+                word.arg == "weights_only" and ast.unparse(word.value) == "True"
+                for word in node.keywords
+            )
+            function = ast.unparse(node.func)
+            found += [node.lineno] * (function == "torch.load" and not weights)
+            allowed = any(
+                word.arg == "allow_pickle" and ast.unparse(word.value) != "False"
+                for word in node.keywords
+            )
+            found += [node.lineno] * allowed
+    return found
+
+
+MAY_UNPICKLE = {
+    "launch/local.py": "a worker's result, in the private directory of the process that started it",
+    "run/pipeline/batch_broadcast.py": "a batch of the user's types, signed with the job's secret",
+}
+"""File -> whose pickles it reads, and why they are the user's own."""
+
+
+PARSERS = {"json", "tomllib", "yaml", "ast", "xml", "plistlib", "configparser"}
+READ = {"loads", "load", "safe_load", "literal_eval", "fromstring", "parse", "JSONDecoder"}
+# Of the syntax tree of the user's own code.
+SOURCES = {"ast.parse"}
+
+
+def parses_without_limits(tree):
+    """Lines that parse texts with what recurses, or evaluate them; `headway.documents` does not."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PARSERS:
+            found += [node.lineno] * bool({alias.name for alias in node.names} & READ)
+        elif isinstance(node, ast.Attribute) and node.attr in READ:
+            text = ast.unparse(node)
+            found += [node.lineno] * (text.split(".")[0] in PARSERS and text not in SOURCES)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            found += [node.lineno] * (node.func.id in {"eval", "exec"})
+    return found
+
+
+MAY_PARSE = {
+    "documents.py": "the parsers with limits",
+    "launch/namespaces.py": "what `ip` and `tc` print, which may have a key twice",
+    "capture/benchmark/layer_algorithms.py": "torch's own trace, of this process and moment",
+}
+"""File -> what it parses without `parse_json` and `parse_toml`, and why it may."""
+
+
 @cache
 def parsed(path):
     """Once for all rules; they only read."""
@@ -156,10 +228,39 @@ def test_no_group_goes_on_listening():
     assert broken(leaves_groups_listening, "run/distributed/device_mesh.py") == []
 
 
+def test_nothing_is_unpickled_but_the_users_own():
+    assert broken(unpickles, *MAY_UNPICKLE) == []
+
+
+def test_texts_are_parsed_within_limits():
+    assert broken(parses_without_limits, *MAY_PARSE) == []
+
+
+def test_each_exception_is_needed():
+    """A pickle is read in one line, which the reason is about."""
+    assert [len(unpickles(parsed(FILES[name]))) for name in MAY_UNPICKLE] == [1] * len(MAY_UNPICKLE)
+    assert all(parses_without_limits(parsed(FILES[name])) for name in MAY_PARSE)
+
+
 @pytest.mark.parametrize(
     ("rule", "source"),
     [
+        (unpickles, "dist.all_gather_object(found, own)"),
+        (unpickles, "send = torch.distributed.broadcast_object_list"),
+        (unpickles, "from torch.distributed import gather_object as gather"),
+        (unpickles, "from torch.distributed.checkpoint.state_dict_saver import save"),
+        (unpickles, "import pickle\npickle.load(file)"),
+        (unpickles, "import pickle\nread = pickle.loads"),
+        (unpickles, "pickle.Unpickler(file)"),
+        (unpickles, "from pickle import loads"),
+        (unpickles, "torch.load(path)"),
+        (unpickles, "torch.load(path, weights_only=False)"),
+        (unpickles, "np.load(path, allow_pickle=True)"),
         (leaves_groups_listening, "def f():\n    return dist.new_group([0])"),
+        (parses_without_limits, "import json\njson.loads(text)"),
+        (parses_without_limits, "from json import load as read"),
+        (parses_without_limits, "read = tomllib.loads"),
+        (parses_without_limits, "eval(text)"),
         (reads_environment, "import os\nos.environ['A']"),
         (reads_environment, "import os\nos.getenv('A')"),
         (reads_environment, "from os import path, environ"),
@@ -185,6 +286,8 @@ def test_each_rule_catches_what_it_forbids(rule, source):
     [
         (reads_environment, "import os\nos.path.exists('environ')"),
         (prints_or_exits, "console.print(1)"),
+        (parses_without_limits, "json.dumps(1)\nparse_json(text)\nmodel.eval()"),
+        (unpickles, "import pickle\npickle.dumps(1)\ntorch.load(path, weights_only=True)"),
         (leaves_groups_listening, "with drop_later_connections():\n    a = dist.new_group([0])"),
         (
             swallows_import_errors,

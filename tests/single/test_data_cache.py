@@ -8,6 +8,7 @@ import pickle
 import random
 import resource
 import shutil
+import struct
 import warnings
 from collections import namedtuple
 
@@ -321,6 +322,16 @@ class TestFormat:
         conjugate = torch.rand(3, dtype=torch.complex64).conj()
         back = Decoder().decode(memoryview(bytearray(encode(conjugate).to_bytes())))
         assert torch.equal(back, conjugate)
+
+    @pytest.mark.parametrize("levels", [120, 5000])
+    def test_what_no_decoder_would_read_is_not_stored(self, levels):
+        deep = 1
+        for _ in range(levels):
+            deep = [deep]
+        with pytest.raises(DataError, match="something too deep"):
+            encode(deep).to_bytes()
+        with pytest.raises(ValueError, match="nested more than"):
+            Decoder().decode(memoryview(struct.pack("<I", 4000) + b"[" * 4000))
 
     @pytest.mark.parametrize(
         ("value", "what"),

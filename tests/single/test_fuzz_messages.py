@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from headway.channel.job_secret import seal, unseal
+from headway.channel.pairing import _read_notice
 from headway.channel.region import RegionLayout, TensorMetadata
 from headway.channel.rendezvous import accept_calls, read_object
-from headway.channel.sockets import _HEAD, SocketTransport, _read_notice
+from headway.channel.sockets import _HEAD, SocketTransport
 from headway.comm.backend import connection
 from headway.comm.backend.connection import ConnectionMessages, PeerConnection
 from headway.errors import HeadwayError
@@ -193,7 +194,7 @@ def test_a_flood_from_elsewhere_turns_no_rank_away():
 @every
 def test_fuzz_notices(cases):
     """What ranks tell each other through a store, signed and not."""
-    good = '{"addresses": ["10.0.0.1", "::1"], "port": 4711, "token": "00ff"}'
+    good = '{"at": [["10.0.0.1", 4711], ["::1", 12]], "token": "00ff"}'
 
     def read(text: bytes) -> None:
         with suppress(HeadwayError):
@@ -221,7 +222,7 @@ def test_fuzz_calls_at_a_port(cases):
 
         thread = threading.Thread(target=strangers)
         thread.start()
-        calls = accept_calls(server, 36, time.monotonic() + 60)
+        calls = accept_calls([server], 36, time.monotonic() + 60)
         link, said = next(calls)
         assert said == b"y" * 36
         link.close()

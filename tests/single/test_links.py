@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from headway.channel.gloo_listeners import named_interfaces
 from headway.comm.backend import connection
 from headway.comm.backend.connection import (
     ConnectionBroken,
@@ -22,7 +23,6 @@ from headway.comm.backend.connection import (
     connect_peers,
     interface_candidates,
 )
-from headway.comm.backend.torch_compat import named_interfaces
 from headway.errors import Stalled
 
 LONG = timedelta(seconds=10)

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from headway.channel import sockets
+from headway.channel import pairing
 from headway.channel.channel import Channel
 from headway.channel.gloo_listeners import drop_later_connections
 from headway.comm.backend.process_group import register_backend
@@ -27,7 +27,7 @@ def ports(place: LaunchEnv, launcher: int, backend: str) -> tuple[Places, Places
         All of them, and those that take a stranger's call once everything is connected.
     """
     found: set[tuple[str, int]] = set()
-    accept = sockets._accept
+    accept = pairing.accept
 
     def observed(*arguments: Any) -> Any:
         found.update(listening([os.getpid()]))
@@ -42,7 +42,7 @@ def ports(place: LaunchEnv, launcher: int, backend: str) -> tuple[Places, Places
         assert [part.item() for part in parts] == [0, 1]
         found |= listening([os.getpid()]) | listening([launcher])
         before = len(found)
-        with mock.patch.object(sockets, "_accept", observed):
+        with mock.patch.object(pairing, "accept", observed):
             channel = Channel(1 - world.rank, shape=(2,), provider="socket", timeout=20)
         assert (len(found) > before) == (world.rank == 0)  # the lower rank listens
         heard = answering(listening([os.getpid()]))

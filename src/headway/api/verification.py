@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from headway.api.inputs import PlanInput, RecipeInput, resolve_plan, sendable_recipe
 from headway.api.training import train_to_prove
+from headway.documents import parse_json, read_text
 from headway.errors import HeadwayError, NotEqual, UsageError, WorkerFailed
 from headway.launch.forkserver import gc_paused, start_forkserver
 from headway.launch.preflight import check_processes
@@ -420,7 +421,7 @@ def _delayed_reference(job: VerifyJob, split: Path, processes: int) -> Recording
     from headway.verification.recording import Recording
     from headway.verification.serial_run import cut_file, record_delayed
 
-    stages = json.loads(cut_file(split).read_text(encoding="utf-8"))
+    stages = parse_json(read_text(cut_file(split)))
     target = split.with_name(f"delayed-{processes}.safetensors")
     _start(partial(record_delayed, ranks=processes, stages=stages), job, target, 1)
     return Recording.load(target)

@@ -24,6 +24,11 @@ _SO_ATTACH_FILTER = 26
 _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 
 
+def named_interfaces() -> list[str]:
+    """Those that the environment gives to Gloo."""
+    return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+
+
 @contextmanager
 def drop_later_connections() -> Iterator[None]:
     """Around what makes process groups: drop all packets for listening sockets opened inside."""

@@ -14,6 +14,7 @@ import os
 import selectors
 import socket
 import struct
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -75,18 +76,25 @@ def connection_to_drop(callers: Sequence[Caller], addresses: Sequence[str]) -> C
 
 
 def accept_calls(
-    server: socket.socket, size: int, deadline: float
+    servers: Sequence[socket.socket],
+    size: int,
+    deadline: float,
+    ended: threading.Event | None = None,
 ) -> Iterator[tuple[socket.socket, bytes]]:
     """New connections, each with the first bytes that it has sent; ends at a `monotonic` time.
+
+    Args:
+        ended: Once it is set, this ends within a second.
 
     They are heard side by side: a stranger that connects and says nothing, or too little within
     `CALL_SECONDS`, holds up nobody.
     """
-    server.setblocking(False)
     # In the order of their calls.
     calls: dict[socket.socket, tuple[bytearray, float, str]] = {}
     with selectors.DefaultSelector() as selector:
-        selector.register(server, selectors.EVENT_READ)
+        for server in servers:
+            server.setblocking(False)
+            selector.register(server, selectors.EVENT_READ)
 
         def turn_away(link: socket.socket) -> None:
             selector.unregister(link)
@@ -95,14 +103,16 @@ def accept_calls(
 
         try:
             while (left := deadline - time.monotonic()) > 0:
+                if ended is not None and ended.is_set():
+                    return
                 ready = [key.fileobj for key, _ in selector.select(min(left, CALL_SECONDS / 5))]
                 now = time.monotonic()
                 for late in [link for link, (_, until, _) in calls.items() if now > until]:
                     turn_away(late)
                 for link in ready:
-                    if link is server:
+                    if link in servers and isinstance(link, socket.socket):
                         with suppress(OSError):
-                            called, address = server.accept()
+                            called, address = link.accept()
                             called.setblocking(False)
                             calls[called] = bytearray(), now + CALL_SECONDS, str(address[0])
                             selector.register(called, selectors.EVENT_READ)

@@ -8,22 +8,18 @@ the bytes of the tensor, which are received where they stay.
 
 from __future__ import annotations
 
-import hmac
 import mmap
-import secrets
 import socket
 import struct
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from headway.channel.job_secret import job_secret, sign
+from headway.channel.pairing import pair
 from headway.channel.region import (
     DTYPES,
     LINE_WORDS,
@@ -36,17 +32,12 @@ from headway.channel.region import (
     round_up_to_pages,
 )
 from headway.channel.rendezvous import (
-    CALL_SECONDS,
     ChannelRendezvous,
-    accept_calls,
     configure_connection,
-    host_addresses,
-    interface_address,
-    namespace_identity,
     receive_exactly,
 )
 from headway.channel.transport import ChannelTransport, SendBuffers
-from headway.errors import PeerLost, RunError
+from headway.errors import PeerLost
 
 _PUT, _CREDIT, _BYE = 1, 2, 3
 # Kind, slot, number, block, and an empty word.
@@ -54,10 +45,6 @@ _HEAD = struct.Struct(f"<{LINE_WORDS}Q")
 # Bytes up to which head and tensor go in one call, hence in one packet where it can.
 _SMALL = 65536
 _GOODBYE_SECONDS = 5.0
-_TOKEN_BYTES = 32
-LOOPBACK = "127.0.0.1"
-# Of a host's name or address.
-_MOST_CHARACTERS = 255
 _INVALID = "sent an invalid message"
 # Memory is taken as the bytes arrive; a larger size could not even be asked for.
 _MOST_TENSOR_BYTES = 1 << 44
@@ -250,100 +237,6 @@ def _prepare(link: socket.socket, seconds: float) -> None:
 def open_socket_transport(
     meeting: ChannelRendezvous, layout: RegionLayout, address: str | None
 ) -> SocketTransport:
-    """A connection with the other end; the lower rank listens. Errors as of `Channel`.
-
-    Args:
-        address: Of this end, as the other one reaches it; None: all of this machine.
-    """
-    link, why = None, ""
-    network = namespace_identity("net")
-    shared = bool(network) and meeting.swap({"network": network}).get("network") == network
-    if meeting.rank < meeting.peer:
-        with _listen(LOOPBACK if shared else address) as server:
-            token = secrets.token_bytes(_TOKEN_BYTES)
-            addresses = [LOOPBACK] if shared else [address] if address else _addresses()
-            meeting.swap(_notice(server, addresses, token))
-            why = str(meeting.swap({}).get("why", ""))
-            if not why:
-                link = _accept(server, token, meeting)
-    else:
-        addresses, port, token = _read_notice(meeting.swap({}))
-        try:
-            link = _connect(addresses, port, _proof(token, meeting.peer, meeting.rank), meeting)
-        except OSError as error:
-            why = f"{', '.join(addresses)}, port {port}: {error}"
-        meeting.swap({"why": why})
-    if link is None:
-        raise PeerLost(
-            f"no connection between rank {meeting.rank} and rank {meeting.peer}",
-            where="socket channel",
-            why=why,
-            fix="Give each end address=, as the other one reaches it, and open that way.",
-        )
+    """A connection with the other end; arguments and errors as of `pairing.pair`."""
+    link = pair(meeting, address)
     return SocketTransport(f"rank {meeting.peer}", layout, meeting.seconds, link)
-
-
-def _listen(address: str | None) -> socket.socket:
-    """At one address; without one, or where it is not this machine's (a router's), everywhere."""
-    if address:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with suppress(OSError):
-            return socket.create_server((address, 0), family=family)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
-
-
-def _notice(server: socket.socket, addresses: list[str], token: bytes) -> dict[str, Any]:
-    return {"addresses": addresses, "port": server.getsockname()[1], "token": token.hex()}
-
-
-def _read_notice(notice: dict[str, Any]) -> tuple[list[str], int, bytes]:
-    """Addresses, port and token of the other end.
-
-    Raises:
-        RunError: The notice has others than these.
-    """
-    try:
-        addresses = [str(address)[:_MOST_CHARACTERS] for address in notice["addresses"]]
-        return addresses, int(notice["port"]) & 0xFFFF, bytes.fromhex(notice["token"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise RunError(
-            "the other end of a channel does not say where it listens", why=f"{error!r}"
-        ) from None
-
-
-def _proof(token: bytes, listener: int, caller: int) -> bytes:
-    """What a caller says: that it knows the token, and the secret of the job."""
-    return sign(job_secret(), "channel", token, str(listener), str(caller))
-
-
-def _accept(server: socket.socket, token: bytes, meeting: ChannelRendezvous) -> socket.socket:
-    """The connection that proves that it is the peer's; others are turned away."""
-    proof = _proof(token, meeting.rank, meeting.peer)
-    for link, said in accept_calls(server, len(proof), time.monotonic() + meeting.seconds):
-        if hmac.compare_digest(said, proof):
-            return link
-        link.close()
-    raise meeting.late()
-
-
-def _connect(
-    addresses: list[str], port: int, proof: bytes, meeting: ChannelRendezvous
-) -> socket.socket:
-    """To the first address that answers; OSError where none does."""
-    failed = OSError("there is no address")
-    for address in addresses:
-        try:
-            link = socket.create_connection((address, port), min(CALL_SECONDS, meeting.seconds))
-            link.sendall(proof)
-            return link
-        except OSError as error:
-            failed = error
-    raise failed
-
-
-def _addresses() -> list[str]:
-    """Of this machine without loopback: those of its interfaces, then those of its name."""
-    found = [address for _, name in socket.if_nameindex() for address in interface_address(name)]
-    return [a for a in dict.fromkeys(found + host_addresses()) if not a.startswith(("127.", "::1"))]

@@ -1,17 +1,18 @@
 """Storage for torch.distributed.checkpoint: safetensors files beside a JSON manifest.
 
 Importing this module imports torch.distributed.checkpoint (0.7 to 1.5 s), so `store` does it on the
-background thread of the first save. Torch's planners and collectives decide what is read and
-written; the subclasses here only turn pieces of tensors into bytes of files. Nothing is pickled.
+background thread of the first save. Torch's planners decide what is read and written; the
+subclasses here only turn pieces of tensors into bytes of files. Nothing is pickled, also not among
+ranks: torch's own `save` and `load` would do that, so their order of calls stands here.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,11 +35,10 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.state_dict_loader import load as collective_load
-from torch.distributed.checkpoint.state_dict_saver import save as collective_save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from headway.channel.facts import gather_facts
 from headway.checkpoint.directory import (
     begin,
     commit,
@@ -50,16 +50,22 @@ from headway.checkpoint.directory import (
 )
 from headway.checkpoint.format import FileEntry, Manifest, StoredChunk, TensorEntry, build_header
 from headway.checkpoint.save_plan import SavePiece
+from headway.errors import CheckpointError
+
+T = TypeVar("T")
+Explain = Callable[[BaseException], CheckpointError]
+"""Makes the error of this rank one that can go to the others."""
 
 
 def save(
     directory: Path,
     manifest: Manifest,
-    pieces: Sequence[SavePiece],
+    pieces: Sequence[Sequence[SavePiece]],
     staged: Mapping[str, Tensor],
     *,
     rank: int,
     group: ProcessGroup | None,
+    explain: Explain,
     keep: int,
     damaged: Sequence[int],
 ) -> None:
@@ -67,25 +73,29 @@ def save(
 
     Args:
         manifest: Step and facts; tensors and files are filled in here.
-        staged: Logical name -> host copy of that piece.
+        pieces: Of all ranks.
+        staged: Logical name -> host copy of this rank's piece.
         group: The ranks that write together; None: this process alone.
 
     Raises:
-        BaseException: Whatever went wrong here; torch's CheckpointException where there is a group.
+        CheckpointError: What went wrong on the first rank that failed; on all ranks.
     """
-    planner = PiecePlanner(pieces, staged)
+    planner = PiecePlanner(pieces[rank], staged)
     writer = SafetensorsWriter(directory, manifest, rank=rank, keep=keep, damaged=damaged)
-    if group is not None:
-        collective_save({}, storage_writer=writer, planner=planner, process_group=group)
-        return
-    # torch's own single-process mode warns at every call; this is the documented order of calls.
-    planner.set_up_planner({}, writer.storage_meta(), is_coordinator=True)
-    writer.set_up_storage_writer(True)
-    local = writer.prepare_local_plan(planner.create_local_plan())
-    plans, metadata = planner.create_global_plan([local])
-    (plan,) = writer.prepare_global_plan(plans)
-    results = writer.write_data(planner.finish_plan(plan), planner).wait()
-    writer.finish(metadata, [results])
+    first = rank == 0
+
+    def begin_all() -> None:
+        planner.set_up_planner({}, writer.storage_meta(), is_coordinator=first)
+        writer.set_up_storage_writer(first)
+
+    _together(begin_all, group, explain)
+    plans, metadata = planner.create_global_plan([_save_plan(each) for each in pieces])
+    plan = writer.prepare_global_plan(plans)[rank]
+    written = _together(
+        lambda: writer.write_data(planner.finish_plan(plan), planner).wait(), group, explain
+    )
+    results = [written] if group is None else gather_facts(written, group, only=0)
+    _together(lambda: writer.finish(metadata, results) if first else None, group, explain)
 
 
 def load(
@@ -94,6 +104,7 @@ def load(
     tensors: dict[str, Tensor],
     *,
     group: ProcessGroup | None,
+    explain: Explain,
 ) -> None:
     """Fill tensors in place from a checkpoint that has been checked.
 
@@ -101,18 +112,43 @@ def load(
         group: The ranks that read together; None: this process alone.
 
     Raises:
-        BaseException: Whatever went wrong here; torch's CheckpointException where there is a group.
+        CheckpointError: What went wrong on the first rank that failed; on all ranks.
     """
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    reader = SafetensorsReader(checkpoint, manifest)
-    if group is not None:
-        collective_load(dict(tensors), storage_reader=reader, planner=planner, process_group=group)
-        return
-    # As in `save`: the documented order of calls of a single process.
-    planner.set_up_planner(dict(tensors), reader.read_metadata(), is_coordinator=True)
-    plan = reader.prepare_local_plan(planner.create_local_plan())
-    (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
-    reader.read_data(planner.finish_plan(plan), planner).wait()
+
+    def read() -> None:
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        reader = SafetensorsReader(checkpoint, manifest)
+        planner.set_up_planner(dict(tensors), reader.read_metadata(), is_coordinator=True)
+        plan = reader.prepare_local_plan(planner.create_local_plan())
+        (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
+        reader.read_data(planner.finish_plan(plan), planner).wait()
+
+    # Each rank reads what it holds; they only agree on how that ended.
+    _together(read, group, explain)
+
+
+def _together(work: Callable[[], T], group: ProcessGroup | None, explain: Explain) -> T:
+    """What the work of this rank gave, once that of all ranks has succeeded.
+
+    Raises:
+        CheckpointError: The failure of the first rank that has one; on all ranks.
+    """
+    failure: CheckpointError | None = None
+    try:
+        found = work()
+    except Exception as error:
+        failure = explain(error)
+        if group is None:
+            raise failure from error
+    failures = [failure] if group is None else gather_facts(failure, group)
+    for each in failures:
+        if each is not None:
+            raise each
+    return found
+
+
+def _save_plan(pieces: Sequence[SavePiece]) -> SavePlan:
+    return SavePlan([_write_item(piece) for piece in pieces])
 
 
 class PiecePlanner(DefaultSavePlanner):
@@ -125,7 +161,7 @@ class PiecePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """One shard per piece, so that several ranks may hold parts of one tensor."""
-        self.plan = SavePlan([_write_item(piece) for piece in self._pieces])
+        self.plan = _save_plan(self._pieces)
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:

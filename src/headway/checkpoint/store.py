@@ -12,15 +12,15 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from headway.channel.facts import gather_facts
 from headway.checkpoint.directory import (
     check_file,
     committed_steps,
@@ -141,8 +141,8 @@ class CheckpointStore:
         manifest = Manifest(step=step, facts=snapshot, tensors={}, files={})
         # Every rank computes the same partition without communication.
         everything = self._all(tensors, holdings)
-        pieces = partition_writes(everything, self.ranks)[self.rank]
-        staged = self._staging.copy(pieces, tensors)
+        pieces = partition_writes(everything, self.ranks)
+        staged = self._staging.copy(pieces[self.rank], tensors)
         self._checks = 0
         if self._late:
             self._due.clear()
@@ -161,14 +161,17 @@ class CheckpointStore:
         def run() -> None:
             try:
                 work()
-            except BaseException as error:  # torch's CheckpointException is not an Exception
-                self._failure = _explain(error, task, self.directory)
+            except BaseException as error:
+                self._failure = self._explain(error, task)
 
         self._thread = threading.Thread(target=run, name="headway-checkpoint", daemon=True)
         self._thread.start()
 
     def _write(
-        self, manifest: Manifest, pieces: tuple[SavePiece, ...], staged: Mapping[str, Tensor]
+        self,
+        manifest: Manifest,
+        pieces: Sequence[tuple[SavePiece, ...]],
+        staged: Mapping[str, Tensor],
     ) -> None:
         # Imported here because it costs 0.7 to 1.5 s once: training goes on meanwhile.
         from headway.checkpoint import storage
@@ -182,6 +185,7 @@ class CheckpointStore:
                 staged,
                 rank=self.rank,
                 group=self._group,
+                explain=lambda error: self._explain(error, f"step {manifest.step}"),
                 keep=self.keep,
                 damaged=list(self.skipped),
             )
@@ -297,36 +301,30 @@ class CheckpointStore:
         from headway.checkpoint import storage
 
         check_match(tensors, manifest, str(path), complete=False)
-        try:
-            storage.load(path, manifest, tensors, group=self._group)
-        # These are BaseExceptions as well, but no failures of the checkpoint.
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # torch's CheckpointException is not an Exception
-            raise _explain(error, f"restoring step {manifest.step}", self.directory) from error
+        storage.load(
+            path,
+            manifest,
+            tensors,
+            group=self._group,
+            explain=lambda error: self._explain(error, f"restoring step {manifest.step}"),
+        )
+
+    def _explain(self, error: BaseException, task: str) -> CheckpointError:
+        if isinstance(error, CheckpointError):
+            return error
+        place = f"rank {self.rank}, {self.directory}" if self._group else str(self.directory)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            why, fix = f"the disk is full ({error})", "free some space, or keep fewer checkpoints"
+        else:
+            why, fix = f"{type(error).__name__}: {error}", "earlier checkpoints are untouched"
+        explained = CheckpointError(f"checkpointing failed ({task})", where=place, why=why, fix=fix)
+        explained.__cause__ = error
+        return explained
 
     def _agree(self, value: T) -> list[T]:
         if self._group is None:
             return [value]
-        values: list[Any] = [None] * self.ranks
-        dist.all_gather_object(values, value, group=self._group)
-        return values
-
-
-def _explain(error: BaseException, task: str, directory: Path) -> CheckpointError:
-    # torch's CheckpointException maps each failed rank to (exception, summary of its stack).
-    failures: Mapping[int, tuple[BaseException, Any]] = getattr(error, "failures", None) or {}
-    rank, cause = next(((rank, pair[0]) for rank, pair in failures.items()), (None, error))
-    place = str(directory) if rank is None else f"rank {rank}, {directory}"
-    if isinstance(cause, CheckpointError):
-        return cause
-    if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-        why, fix = f"the disk is full ({cause})", "free some space, or keep fewer checkpoints"
-    else:
-        why, fix = f"{type(cause).__name__}: {cause}", "earlier checkpoints are untouched"
-    explained = CheckpointError(f"checkpointing failed ({task})", where=place, why=why, fix=fix)
-    explained.__cause__ = cause
-    return explained
+        return gather_facts(value, self._group)
 
 
 def check_match(

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headway.comm.lanes.buckets import Bucket
+from headway.documents import parse_json
 from headway.plans import ExchangePlan
 
 # An update is held back for so long before it may be read: a forward pass that does not wait for it
@@ -75,7 +76,7 @@ class RecordedExchange:
     @staticmethod
     def load(path: Path) -> RecordedExchange:
         with safe_open(path, framework="pt") as file:
-            rows = json.loads(file.metadata()["buckets"])
+            rows = parse_json(file.metadata()["buckets"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return RecordedExchange(tuple(_bucket(row) for row in rows), tensors)
 

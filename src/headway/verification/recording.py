@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from headway.comm.tuning.autotuning import PROFILED_STEPS
 from headway.data import Cursor
+from headway.documents import parse_json
 from headway.optim import WarmUp
 from headway.plans import Plan
 from headway.run.recipe.batch_units import resolve_batch
@@ -139,7 +140,7 @@ class Recording:
     @staticmethod
     def load(path: Path) -> Recording:
         with safe_open(path, framework="pt") as file:
-            facts = {key: json.loads(text) for key, text in file.metadata().items()}
+            facts = {key: parse_json(text) for key, text in file.metadata().items()}
             every = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         bounds = {n.removeprefix(_BOUND): t for n, t in every.items() if n.startswith(_BOUND)}
         tensors = {name: tensor for name, tensor in every.items() if not name.startswith(_BOUND)}

@@ -5,7 +5,6 @@ Read here byte by byte from the manifest, without the code that wrote it or rest
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from headway.checkpoint.directory import committed_steps, read_manifest, step_path
 from headway.checkpoint.format import TensorEntry
+from headway.documents import parse_json
 from headway.errors import NotEqual
 from headway.run.training.run_directory import RunDirectory
 from headway.verification.recording import Recording
@@ -43,7 +43,7 @@ def recorded_end(directory: Path, steps: Sequence[int], serial: Recording) -> Re
             found |= {f"{step}/facts/{name}": value for name, value in facts.items()}
     # Of a step that was made twice, because the run was resumed, the last line counts.
     for line in run.events_file.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+        row = parse_json(line)
         if row.get("event") in ("step", "validation"):
             kind = "loss" if row["event"] == "step" else "validation"
             loss = torch.tensor(row["loss"], dtype=torch.float64)
@@ -115,7 +115,7 @@ def check_resumption(directory: Path, name: str, step: int) -> None:
         NotEqual: It has resumed from another one.
     """
     lines = RunDirectory(directory).events_file.read_text(encoding="utf-8").splitlines()
-    events = [json.loads(line) for line in lines]
+    events = [parse_json(line) for line in lines]
     resumed = [row["checkpoint"] for row in events if row.get("event") == "resume"]
     if resumed[-1:] != [step]:
         raise NotEqual(

@@ -93,7 +93,7 @@ class Repacking:
     @property
     def changes(self) -> bool:
         """Whether the program becomes another one."""
-        return self.after is not self.before
+        return self.after != self.before
 
     def sentences(self) -> Iterator[str]:
         """What drifted, and what is done about it."""

@@ -623,7 +623,7 @@ def _answer_all(
 ) -> None:
     """Accept the calls of all ranks above that prove who they are."""
     missing = set(range(rank + 1, len(ranks)))
-    calls = accept_calls(server, _HELLO.size, deadline)
+    calls = accept_calls([server], _HELLO.size, deadline)
     while missing and (call := next(calls, None)):
         link, hello = call
         said, peer = _HELLO.unpack(hello)

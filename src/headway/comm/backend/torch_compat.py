@@ -7,7 +7,6 @@ never by torch's version; `tests/single/test_backend_torch.py` reports what has 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
 
-from headway.channel.gloo_listeners import drop_later_connections
+from headway.channel.gloo_listeners import drop_later_connections, named_interfaces
 from headway.comm.backend.connection import (
     ConnectionMessages,
     connect_peers,
@@ -111,11 +110,6 @@ def _gloo(info: GroupInfo, interfaces: Sequence[str]) -> Any:
         chosen._timeout = info.timeout
         return kind(store, info.rank, info.size, chosen)
     return kind(store, info.rank, info.size, timeout=info.timeout)
-
-
-def named_interfaces() -> list[str]:
-    """Those that the environment gives to Gloo."""
-    return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
 
 
 def connect(info: GroupInfo, interfaces: Sequence[str], *, own: bool) -> ConnectionMessages | None:

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from headway.channel.facts import gather_facts
+
 SUMMED_STATE = ("residual", "server")
 
 
@@ -39,8 +41,7 @@ def collect_state(
         state: Of this rank's methods: "name/what" or "name/offset/what" -> tensor.
     """
     own = sorted({(name, what) for name, _, what in map(parse_state_key, state)})
-    everywhere: list[list[tuple[str, str]]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(everywhere, own, group=group)
+    everywhere = gather_facts(own, group)
     found: dict[str, Tensor] = {}
     # The names of all ranks, sorted: shards differ from rank to rank, but the sums are collective.
     for name, what in sorted({key for keys in everywhere for key in keys}):

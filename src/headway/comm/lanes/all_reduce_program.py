@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch.distributed as dist
-
+from headway.channel.facts import gather_facts
 from headway.collective.all_reduce.algorithm import all_reduce_program, program_fingerprint
 from headway.collective.program.program import CollectiveProgram, CollectiveTask
 from headway.comm.backend.process_group import ChooseProgram
@@ -49,8 +48,7 @@ def check_same_programs(
         # Sorted, so that the fingerprint does not depend on the order of the buckets.
         for size in sorted(set(sizes))
     )
-    found: list[str] = [own] * dist.get_world_size()
-    dist.all_gather_object(found, own)
+    found = gather_facts(own)
     others = [rank for rank, name in enumerate(found) if name != found[0]]
     if others:
         listed = ", ".join(map(str, others))

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from headway.channel.facts import broadcast_facts
 from headway.channel.gloo_listeners import drop_later_connections
 from headway.collective.compression import (
     UNCOMPRESSED,
@@ -503,10 +504,9 @@ class AdaptiveExchange:
         self.link, self._profile = link, profile
         before = self.description
         reason = self._choose(profile, link)
-        decided = [arrange_buckets(self.parameters, self.description, profile, link)]
+        decided = arrange_buckets(self.parameters, self.description, profile, link)
         # All ranks have the same numbers, but their math libraries may round differently.
-        dist.broadcast_object_list(decided, src=0)
-        (found,) = decided
+        found: BucketArrangement = broadcast_facts(decided)
         if found == self._arrangement and before == self.description:
             return
         self._arrangement = found
@@ -530,10 +530,9 @@ class AdaptiveExchange:
             current=self.description.compress,
             speeds=self._speeds,
         )
-        decided = [best.scheme.compress]
-        dist.broadcast_object_list(decided, src=0)
-        self.description = replace(self.wanted, compress=decided[0])
-        return f"; compress = {decided[0]}: {best.reason}"
+        decided = broadcast_facts(best.scheme.compress)
+        self.description = replace(self.wanted, compress=decided)
+        return f"; compress = {decided}: {best.reason}"
 
     @property
     def _device(self) -> torch.device:

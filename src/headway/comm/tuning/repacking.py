@@ -15,6 +15,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
+from headway.channel.facts import broadcast_facts
 from headway.collective.all_reduce.algorithm import AllReduceKind, AllReduceOptions
 from headway.collective.all_reduce.repacking import (
     PROBE_BURST_SHARE,
@@ -214,14 +215,13 @@ class LinkMonitor:
             # At the present level of all links, which may have changed together.
             self.links = links
             return None
-        decided: list[Repacking | None] = [None]
+        decided: Repacking | None = None
         # All ranks have the same numbers, but their math libraries may round differently.
         if dist.get_rank() == 0:
             kind = cast(AllReduceKind, description.collective)
             carrier = description.carrier or AllReduceOptions()
-            decided = [find_repacking(kind, carrier, self.links, measured, sizes, element_bytes)]
-        dist.broadcast_object_list(decided, src=0)
-        (found,) = decided
+            decided = find_repacking(kind, carrier, self.links, measured, sizes, element_bytes)
+        found: Repacking | None = broadcast_facts(decided)
         assert found is not None  # rank 0 has seen the same drift
         self.links = found.links
         return found

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.documents import check_limits, parse_json
 from headway.errors import DataError
 
 Buffer = bytes | memoryview
@@ -60,7 +61,12 @@ def encode(sample: Any) -> Encoded:
         DataError: It holds something that has no such bytes; its place in the sample is named.
     """
     raw = _Raw()
-    text = json.dumps(_describe(sample, raw, ""), separators=(",", ":"), ensure_ascii=False)
+    try:
+        description = _describe(sample, raw, "")
+        check_limits(description)
+    except (RecursionError, ValueError) as error:  # no decoder would read it
+        raise _refusal(f"something too deep: {error}", "") from None
+    text = json.dumps(description, separators=(",", ":"), ensure_ascii=False)
     layout = text.encode("utf-8")
     head = _padded(_LENGTH.pack(len(layout)) + layout)
     return Encoded((head, *raw.buffers), len(head) + raw.size)
@@ -85,7 +91,7 @@ class Decoder:
         if layout is None:
             if len(self._layouts) >= _LAYOUTS:
                 self._layouts.clear()  # samples of ever new shapes: nothing is worth keeping
-            layout = self._layouts[text] = json.loads(text)
+            layout = self._layouts[text] = parse_json(text)
         return _build(layout, _Cursor(stored, _rounded(begin + length)))
 
 

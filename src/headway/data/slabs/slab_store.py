@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from headway.channel.facts import gather_facts
 from headway.comm.exchange_errors import is_timeout
 from headway.data.loader import MicroBatch, RankBatch, checked_length
 from headway.data.order import Cursor, GlobalBatch, GlobalBatches, SampleOrder
@@ -320,8 +321,7 @@ def _slab_capacities(
         room = sys.maxsize if memory is None else parse_bytes(memory) // max(source.nbytes, 1)
     except ValueError as error:
         raise DataError(f"memory of the slab store: {error}") from None
-    each: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(each, (dict(facts), room), group=group)
+    each = gather_facts((dict(facts), room), group)
     for rank, (theirs, _) in enumerate(each):
         for name, value in theirs.items():
             if value != each[0][0][name]:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from headway.channel.facts import gather_facts
 from headway.channel.gloo_listeners import drop_later_connections
 from headway.errors import PlanError
 from headway.parallel.fsdp import (
@@ -289,9 +290,7 @@ def _new_groups(wanted: Iterable[ReductionGroup]) -> dict[ReductionGroup, dist.P
 
 def _gathered(thing: Any) -> list[Any]:
     """The same of all processes, by rank."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, thing)
-    return found
+    return gather_facts(thing)
 
 
 def _last(order: Sequence[int], stage: int) -> int:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from headway.channel.facts import gather_facts
 from headway.collective.nodes import Nodes
 from headway.comm.lanes.all_reduce_program import all_reduce_program_chooser
 from headway.comm.lanes.routes import RoutePool
@@ -40,9 +41,8 @@ def find_nodes(world: World) -> Nodes:
     """Which ranks share a node; collective."""
     place = world.place
     own = place.node_name or f"{socket.gethostname()} {place.node_rank}"
-    names: list[str | None] = [None] * world.ranks
     # Small Python objects go over Gloo, also where the tensors are on GPUs.
-    dist.all_gather_object(names, own, group=world.side_group)
+    names = gather_facts(own, world.side_group)
     return Nodes.of([str(name) for name in names])
 
 
@@ -52,9 +52,8 @@ def gather_to_rank0(own: Mapping[str, Tensor], world: World) -> dict[str, Tensor
     Args:
         own: Name -> tensor, dense; a name is given by one rank only.
     """
-    forms: list[dict[str, tuple[torch.Size, torch.dtype, bool]]] = [{}] * world.ranks
     told = {name: (t.shape, t.dtype, t.device.type == "cpu") for name, t in own.items()}
-    dist.all_gather_object(forms, told)
+    forms = gather_facts(told)
     found = dict(own) if world.rank == 0 else {}
     for rank in range(1, world.ranks):
         for name, (shape, dtype, on_host) in forms[rank].items():

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from headway.channel.facts import gather_facts
 from headway.checkpoint.staging import local_box, local_data
 from headway.errors import RunError
 
@@ -64,9 +65,8 @@ def broadcast_buffers(model: nn.Module, world: World) -> None:
 
 def _same_shape(tensors: Mapping[str, Tensor], world: World) -> None:
     text = "\n".join(f"{name} {t.dtype} {list(t.shape)}" for name, t in tensors.items())
-    everywhere: list[str] = [""] * world.ranks
     with world.explained("comparing the models"):
-        dist.all_gather_object(everywhere, text)
+        everywhere = gather_facts(text)
     for rank, other in enumerate(everywhere):
         if other != everywhere[0]:
             lines = set(other.splitlines()) ^ set(everywhere[0].splitlines())

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from headway.channel.facts import broadcast_facts
 from headway.channel.gloo_listeners import drop_later_connections
 from headway.comm.exchange_errors import is_exchange_error, is_timeout
 from headway.errors import (
@@ -639,7 +640,7 @@ def broadcast_from_rank0(
     """Compute something on rank 0, and give its result or its error to all ranks; collective.
 
     Args:
-        find: Called on rank 0 alone; its result travels pickled.
+        find: Called on rank 0 alone; its result travels as typed text (`channel.typed_text`).
 
     Raises:
         HeadwayError: What `find` raised on rank 0. Another exception, of the user's code, is raised
@@ -656,7 +657,7 @@ def broadcast_from_rank0(
             # It may not be picklable, and its class may not exist elsewhere: its text travels.
             found, cause = [WorkerFailed(summarize_exception(error), where="rank 0")], error
     with exchanging:
-        dist.broadcast_object_list(found, src=0)
+        found[0] = broadcast_facts(found[0])
     if cause is not None:
         raise cause
     if isinstance(found[0], HeadwayError):

@@ -28,6 +28,7 @@ from headway.capture.benchmark.links import (
     slowest_of,
 )
 from headway.capture.benchmark.timer import ROUNDS_SECONDS, Slowest, Visit, slowest_of_one
+from headway.channel.facts import gather_facts
 from headway.channel.gloo_listeners import drop_later_connections
 from headway.cluster.local_machine import cores_in_use
 from headway.cluster.measurement import IdleStep, LinkReadings, RankReadings
@@ -202,6 +203,4 @@ def _world_group() -> dist.ProcessGroup:
 def _gathered(world: World, value: T) -> list[T]:
     if world.ranks == 1:
         return [value]
-    found: list[T | None] = [None] * world.ranks
-    dist.all_gather_object(found, value, group=world.side_group)
-    return [item for item in found if item is not None]
+    return gather_facts(value, world.side_group)

@@ -18,7 +18,6 @@ from time import perf_counter, time
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from headway.data import MicroBatch, RankBatch, SampleParts
@@ -39,6 +38,7 @@ from headway.plans.layer_split import SPACE
 from headway.plans.pipeline import PIPE_AXIS
 from headway.plans.plan import SHARD_AXIS
 from headway.run.distributed.process_groups import find_nodes
+from headway.run.pipeline.batch_broadcast import broadcast_batch
 from headway.run.pipeline.stage_ownership import (
     ParameterOwnership,
     parameter_ownership,
@@ -341,12 +341,12 @@ class PipelineRunner:
         # Of a sample that is read in parts each rank gets the part at its own place, so that no
         # rank needs memory for the whole sample.
         for place, source in enumerate(mesh.peers(0, SPACE)):
-            found = [batch.micros[0].data if batch is not None and batch.micros else None]
-            dist.broadcast_object_list(found, src=source)
+            own_data = batch.micros[0].data if batch is not None and batch.micros else None
+            found = broadcast_batch(own_data, source)
             if place in (0, own):
-                data = found[0]
+                data = found
             # Whole samples are the same at all of these places: one broadcast is enough.
-            if not isinstance(found[0], SampleParts):
+            if not isinstance(found, SampleParts):
                 break
         in_parts = isinstance(data, SampleParts)
         if in_parts and self._plan.pipeline.balance == "time":

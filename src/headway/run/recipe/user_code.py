@@ -88,7 +88,7 @@ def locate_reference(reference: str, *, where: str = "") -> None:
         return
     try:
         tree = ast.parse(Path(spec.origin).read_bytes(), filename=spec.origin)
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise _not_importable(module_name, error, where) from error
     names = _defined(tree)
     first = name.split(".")[0]

@@ -20,9 +20,9 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from headway.channel.facts import gather_facts
 from headway.checkpoint.format import Manifest
 from headway.checkpoint.save_plan import HeldTensorSpec, Holdings
 from headway.checkpoint.staging import specs_of
@@ -68,11 +68,10 @@ class CheckpointInventory:
         # Names and shapes are the bulk of it, and change only when parameters are frozen.
         news = own if own != self._told else None
         self._told = own
-        found: list[Any] = [None] * self._world.ranks
         # On the default group, from the main thread: the side group belongs to the checkpoint that
         # may still be being written.
         with self._world.explained("agreeing on a checkpoint"):
-            dist.all_gather_object(found, (news, facts["optimizer"]["scalars"]))
+            found = gather_facts((news, facts["optimizer"]["scalars"]))
         self._known = [
             known if specs is None else specs
             for known, (specs, _) in zip(self._known, found, strict=True)

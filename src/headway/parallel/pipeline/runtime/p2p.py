@@ -27,12 +27,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from headway.channel.stream import TensorStream
-from headway.errors import RunError
-from headway.parallel.pipeline.runtime.announcement import (
+from headway.channel.typed_text import (
     MOST_BYTES,
-    read_announcement,
-    write_announcement,
+    read_typed,
+    write_typed,
 )
+from headway.errors import RunError
 from headway.parallel.stages import TreeSpec, flatten, is_payload
 
 # More than any machine has; sizes whose product overflows would not even be refused by torch.
@@ -391,11 +391,11 @@ class StageConnection:
 
     def written(self, thing: MessageFormat) -> bytes:
         """What is announced, with numbers in the place of what each end has of its own."""
-        return write_announcement(thing, self._own)
+        return write_typed(thing, self._own)
 
     def read(self, text: bytes) -> MessageFormat:
         """The inverse of `written`, at the other end."""
-        found = read_announcement(text, self._own)
+        found = read_typed(text, self._own)
         if not (isinstance(found, MessageFormat) and found.possible):
             raise RunError(
                 f"rank {self._peer} announces no message between stages",

@@ -1,15 +1,16 @@
-"""Announcements between stages as text: bounded, of known types, and nothing that runs code.
+"""Values for another rank as text: bounded, of known types, and nothing that runs code.
 
-Before the first message of its kind a stage announces its structure: containers, constants and
+Ranks tell each other facts, and stages the structure of their messages: containers, constants and
 types. They are written as JSON in which everything has its kind beside it. Types are named, not
-sent: the other end looks them up among the modules that it has imported already, and takes
-dataclasses, named tuples, enumerations and dictionaries only. An object is made of its fields
-without a call of its constructor, as `headway.parallel.stages` does.
+sent: the other end looks them up among headway's modules and those that it has imported already,
+and takes dataclasses, named tuples, enumerations, dictionaries and headway's errors only. An object
+is made of its fields without a call of its constructor, as `headway.parallel.stages` does.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +20,10 @@ from typing import Any
 import torch
 
 from headway.documents import parse_json
-from headway.errors import RunError
+from headway.errors import HeadwayError, RunError
 
 MOST_BYTES = 1 << 22
-"""Of one announcement: some 40,000 tensors between two stages."""
+"""Of one text, where nobody says how many: some 40,000 tensors between two stages."""
 _BUILTINS = {kind.__name__: kind for kind in (int, float, tuple, list, dict)}
 _SEQUENCES: dict[str, type] = {
     "tuple": tuple,
@@ -34,11 +35,11 @@ _SEQUENCES: dict[str, type] = {
 _OF_TORCH = {"dtype": torch.dtype, "memory_format": torch.memory_format, "layout": torch.layout}
 
 
-class AnnouncementError(ValueError):
-    """A text that is no announcement."""
+class TypedTextError(ValueError):
+    """A text that is no value."""
 
 
-def write_announcement(thing: Any, own: Sequence[Any] = ()) -> bytes:
+def write_typed(thing: Any, own: Sequence[Any] = (), *, most_bytes: int = MOST_BYTES) -> bytes:
     """A value as text.
 
     Args:
@@ -54,24 +55,32 @@ def write_announcement(thing: Any, own: Sequence[Any] = ()) -> bytes:
         parse_json(found)
     except (RecursionError, ValueError) as error:
         raise _refused("a value", f"It is too deep: {error}") from None
-    if len(found) > MOST_BYTES:
-        raise _refused("a value", f"Its structure takes {len(found)} bytes, of {MOST_BYTES}.")
+    if len(found) > most_bytes:
+        raise _refused("a value", f"Its structure takes {len(found)} bytes, of {most_bytes}.")
     return found
 
 
-def read_announcement(text: bytes, own: Sequence[Any] = ()) -> Any:
-    """The inverse of `write_announcement`, at the other end.
+def read_typed(text: bytes, own: Sequence[Any] = (), *, most_bytes: int = MOST_BYTES) -> Any:
+    """The inverse of `write_typed`, at the other end.
 
     Raises:
         RunError: The text is none of its results, or names a type that is not to be made here.
     """
     try:
-        if len(text) > MOST_BYTES:
-            raise AnnouncementError(f"it has {len(text)} bytes")
+        if len(text) > most_bytes:
+            raise TypedTextError(f"it has {len(text)} bytes")
         return _Reader(own).read(parse_json(text))
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
+    # RuntimeError: of torch's devices and sizes.
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        RuntimeError,
+    ) as error:
         raise RunError(
-            "another rank announces no message between stages",
+            "another rank sends a text that is no value",
             why=f"{error}"[:200],
             fix="All ranks run the same versions of headway, torch and the model.",
         ) from None
@@ -79,7 +88,7 @@ def read_announcement(text: bytes, own: Sequence[Any] = ()) -> Any:
 
 def _refused(what: str, why: str) -> RunError:
     return RunError(
-        f"{what} cannot go from one stage to another",
+        f"{what} cannot go from one rank to another",
         why=why,
         fix="Between stages go tensors, numbers, texts, flags, and tuples, lists, dictionaries and "
         "dataclasses of them; keep other objects in the stage's module.",
@@ -113,6 +122,9 @@ class _Writer:
             return ["enum", *_name_of(type(value)), value.name]
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return ["named", *_name_of(type(value)), *map(self.write, value)]
+        if isinstance(value, HeadwayError):
+            facts = [[name, self.write(part)] for name, part in value.__dict__.items()]
+            return ["error", *_name_of(type(value)), *facts]
         if dataclasses.is_dataclass(value):
             fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
             # What its constructor or a cached property has added.
@@ -160,6 +172,7 @@ class _Reader:
             "enum": self._enum,
             "named": self._named,
             "object": self._object,
+            "error": self._error,
         }
 
     def read(self, said: Any) -> Any:
@@ -167,62 +180,74 @@ class _Reader:
         if said is None or type(said) in (bool, str):
             return said
         if type(said) is not list or not said or type(said[0]) is not str:
-            raise AnnouncementError(f"{said!r:.100} has no kind")
+            raise TypedTextError(f"{said!r:.100} has no kind")
         kind, *parts = said
         if kind in _SEQUENCES:
             return _SEQUENCES[kind](map(self.read, parts))
         if kind in _OF_TORCH:
             return self._of_torch(kind, *parts)
         if kind not in self._readers:
-            raise AnnouncementError(f"unknown kind {kind!r:.100}")
-        try:
-            return self._readers[kind](*parts)
-        except RuntimeError as error:  # of torch.device
-            raise AnnouncementError(str(error)) from None
+            raise TypedTextError(f"unknown kind {kind!r:.100}")
+        return self._readers[kind](*parts)
 
     def _of_torch(self, kind: str, name: Any) -> Any:
         found = getattr(torch, _text(name), None)
         if not isinstance(found, _OF_TORCH[kind]):
-            raise AnnouncementError(f"torch has no {kind} {name!r:.100}")
+            raise TypedTextError(f"torch has no {kind} {name!r:.100}")
         return found
 
     def _own_one(self, number: Any) -> Any:
         if type(number) is not int or not 0 <= number < len(self._own):
-            raise AnnouncementError(f"this end has no object {number!r:.100}")
+            raise TypedTextError(f"this end has no object {number!r:.100}")
         return self._own[number]
 
     def _enum(self, module: Any, name: Any, member: Any) -> Any:
         kind = _type_of(module, name)
         if not issubclass(kind, Enum):
-            raise AnnouncementError(f"{name!r:.100} is no enumeration")
+            raise TypedTextError(f"{name!r:.100} is no enumeration")
         return kind[_text(member)]
 
     def _named(self, module: Any, name: Any, *parts: Any) -> Any:
         kind = _type_of(module, name)
         if not issubclass(kind, tuple) or len(parts) != len(getattr(kind, "_fields", "")):
-            raise AnnouncementError(f"{name!r:.100} is no named tuple of {len(parts)}")
+            raise TypedTextError(f"{name!r:.100} is no named tuple of {len(parts)}")
         return tuple.__new__(kind, map(self.read, parts))
+
+    def _error(self, module: Any, name: Any, *parts: Any) -> HeadwayError:
+        kind = _type_of(module, name)
+        facts = {_field(field): self.read(part) for field, part in parts}
+        texts = [facts.get(field) for field in ("what", "where", "why", "fix")]
+        if not issubclass(kind, HeadwayError) or not all(type(text) is str for text in texts):
+            raise TypedTextError(f"{name!r:.100} is no error")
+        found = kind.__new__(kind)
+        Exception.__init__(found, facts["what"])
+        found.__dict__.update(facts)
+        return found
 
     def _object(self, module: Any, name: Any, *parts: Any) -> Any:
         kind = _type_of(module, name)
         if not dataclasses.is_dataclass(kind):
-            raise AnnouncementError(f"{name!r:.100} is no dataclass")
+            raise TypedTextError(f"{name!r:.100} is no dataclass")
         names = {field for field, _ in parts}
         missing = [field.name for field in dataclasses.fields(kind) if field.name not in names]
         if missing:
-            raise AnnouncementError(f"a {name} without {missing[0]}"[:200])
+            raise TypedTextError(f"a {name} without {missing[0]}"[:200])
         # A dataclass may be a dictionary, too.
         found = dict.__new__(kind) if issubclass(kind, dict) else object.__new__(kind)
         for field, part in parts:
-            if not _text(field).isidentifier() or field.startswith("__"):
-                raise AnnouncementError(f"{field!r:.100} is no field")
-            object.__setattr__(found, field, self.read(part))
+            object.__setattr__(found, _field(field), self.read(part))
         return found
+
+
+def _field(name: Any) -> str:
+    if not _text(name).isidentifier() or name.startswith("__"):
+        raise TypedTextError(f"{name!r:.100} is no field")
+    return str(name)
 
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise AnnouncementError(f"{value!r:.100} is no text")
+        raise TypedTextError(f"{value!r:.100} is no text")
     return value
 
 
@@ -231,7 +256,7 @@ def _name_of(kind: type) -> tuple[str, str]:
     try:
         if _type_of(kind.__module__, kind.__qualname__) is kind:
             return kind.__module__, kind.__qualname__
-    except AnnouncementError:
+    except TypedTextError:
         pass
     raise _refused(
         f"an object of type {kind.__qualname__}",
@@ -244,15 +269,25 @@ def _type_of(module: Any, name: Any) -> type:
     if _text(module) == "builtins":
         if _text(name) in _BUILTINS:
             return _BUILTINS[name]
-        raise AnnouncementError(f"the type {name!r:.100}")
-    # Never imported here: a module's code runs with its import.
+        raise TypedTextError(f"the type {name!r:.100}")
+    # Of others than headway's nothing is imported here: a module's code runs with its import.
+    if module.startswith("headway.") and "__main__" not in module:
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            raise TypedTextError(f"there is no {module}"[:200]) from None
     found: Any = sys.modules.get(module)
     for part in _text(name).split("."):
         found = getattr(found, part, None)
-    if isinstance(found, type) and (
-        dataclasses.is_dataclass(found)
-        or issubclass(found, (Enum, dict))
-        or (issubclass(found, tuple) and hasattr(found, "_fields"))
+    # What is thrown away here must not run code, either.
+    if (
+        isinstance(found, type)
+        and not hasattr(found, "__del__")
+        and (
+            dataclasses.is_dataclass(found)
+            or issubclass(found, (Enum, dict, HeadwayError))
+            or (issubclass(found, tuple) and hasattr(found, "_fields"))
+        )
     ):
         return found
-    raise AnnouncementError(f"{module}.{name} is no type of values here"[:200])
+    raise TypedTextError(f"{module}.{name} is no type of values here"[:200])

@@ -1,4 +1,4 @@
-"""single: what a pipeline stage announces to the next is bounded, typed, and runs no code."""
+"""single: what ranks and pipeline stages tell each other is bounded, typed, and runs no code."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from enum import Enum
 import pytest
 import torch
 
-from headway.errors import RunError
-from headway.parallel.pipeline.runtime.announcement import (
+from headway.channel.typed_text import (
     MOST_BYTES,
-    read_announcement,
-    write_announcement,
+    read_typed,
+    write_typed,
 )
+from headway.checkpoint.save_plan import HeldTensorSpec, TensorBox
+from headway.errors import PlanError, RunError
 from headway.parallel.pipeline.runtime.p2p import MessageFormat, StageConnection, TensorFormat
 from headway.parallel.stages import flatten, is_payload
+from headway.plans import pipelined
 
 
 class Kind(Enum):
@@ -51,7 +53,7 @@ CONSTANTS = [
 
 @pytest.mark.parametrize("value", CONSTANTS, ids=range(len(CONSTANTS)))
 def test_constants_come_as_they_are(value):
-    found = read_announcement(write_announcement(value))
+    found = read_typed(write_typed(value))
     assert found == value
     assert type(found) is type(value)
 
@@ -80,10 +82,10 @@ def test_the_form_of_a_message_comes_as_it_is(value):
 
 def test_what_each_end_has_of_its_own_takes_the_place_of_the_others():
     here, there = object(), object()
-    text = write_announcement(("a", here), own=("other", here))
-    assert read_announcement(text, own=("x", there)) == ("a", there)
-    with pytest.raises(RunError, match="announces no message"):
-        read_announcement(text, own=("x",))
+    text = write_typed(("a", here), own=("other", here))
+    assert read_typed(text, own=("x", there)) == ("a", there)
+    with pytest.raises(RunError, match=r"no message|no value"):
+        read_typed(text, own=("x",))
 
 
 class Payload:
@@ -115,7 +117,7 @@ STRANGE = [
 
 @pytest.mark.parametrize("text", STRANGE, ids=range(len(STRANGE)))
 def test_what_is_no_announcement_is_an_error_and_nothing_else(text):
-    with pytest.raises(RunError, match="announces no message"):
+    with pytest.raises(RunError, match=r"no message|no value"):
         StageConnection(None, 1, CPU).read(text)
     assert not os.path.exists("/tmp/headway-was-here")
 
@@ -142,7 +144,7 @@ FORM, _ = MessageFormat.of([torch.ones(2), 5])
 )
 def test_impossible_forms_are_refused(form):
     connection = StageConnection(None, 1, CPU)
-    with pytest.raises(RunError, match="announces no message"):
+    with pytest.raises(RunError, match=r"no message|no value"):
         connection.read(connection.written(form))
 
 
@@ -152,10 +154,24 @@ def test_objects_without_a_text_are_refused_where_they_are():
         x: int = 1
 
     for value in (object(), len, Local(), Local):
-        with pytest.raises(RunError, match="cannot go from one stage to another"):
-            write_announcement([value])
+        with pytest.raises(RunError, match="cannot go from one rank to another"):
+            write_typed([value])
     deep: list = []
     for _ in range(200):
         deep = [deep]
     with pytest.raises(RunError, match="too deep"):
-        write_announcement(deep)
+        write_typed(deep)
+
+
+def test_facts_of_ranks_come_as_they_are():
+    """What headway itself tells the other ranks: plans, parts of tensors, errors."""
+    plan = pipelined(64, processes=4, stages=2)
+    specs = {"w": HeldTensorSpec("float32", (4, 2), TensorBox((0, 0), (2, 2)))}
+    for value in (plan, specs, (("a", 1), [None, 2.5]), {"x": (torch.Size([2]), torch.int8, True)}):
+        assert read_typed(write_typed(value)) == value
+    error = PlanError("no", problems=["a", "b"], fix="Do.")
+    found = read_typed(write_typed(error))
+    assert (type(found), str(found), found.problems) == (PlanError, str(error), ("a", "b"))
+    for parts in (["builtins", "dict"], ["headway.errors", "HeadwayError", ["what", "x"]]):
+        with pytest.raises(RunError, match="no value"):
+            read_typed(json.dumps(["error", *parts]).encode())
