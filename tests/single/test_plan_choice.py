@@ -156,6 +156,22 @@ def test_fewer_devices_are_taken_where_they_are_faster(narrow: PlanningWorkload)
     assert fewer_device_counts(found) == ()
 
 
+@pytest.mark.parametrize("objective", ["cheapest", "fewest-devices"])
+def test_fewer_devices_are_judged_by_the_objective(
+    narrow: PlanningWorkload, objective: str
+) -> None:
+    """All eight are the fastest, and neither the cheapest nor the fewest."""
+    question = asked(narrow, "dgx-a100", 8, batch=64, tensor=(1,), schedules=("1f1b",))
+    assert fewer_device_counts(find_plans(question)) == ()
+    outcome = find_plans(replace(question, objective=objective))
+    counts = fewer_device_counts(outcome)
+    assert counts == (1, 2, 4, 8)
+    found = find_plans(replace(outcome.question, devices=counts))
+    assert found.best.devices == 1
+    assert found.value < outcome.value
+    assert fewer_device_counts(found) == ()
+
+
 def test_alternatives_are_on_devices_that_were_asked_for(narrow: PlanningWorkload) -> None:
     outcome = find_plans(asked(narrow, "dgx-a100", 8, batch=64))
     alone = replace(outcome, points=(outcome.best,), chosen=0)

@@ -123,6 +123,8 @@ class PlanningResult:
         plan, degrees = to_plan(self.outcome, point), point.degrees
         if problems := list(unsupported_by_executor(plan)):
             return ", ".join(problems)
+        if refusal := self._component_refusal(degrees.devices):
+            return refusal
         unknown = []
         if degrees.tensor > 1:
             unknown.append("the executor's own split")
@@ -138,7 +140,16 @@ class PlanningResult:
     def _cut_refusal(self) -> str:
         """Why the chosen plan's stages cannot be cut; "" where they can."""
         assert self.model is not None
-        return _why_not_cuttable(self.model, self.plan, self.chosen.degrees.microbatch)
+        return _why_not_cuttable(self.model, self.outcome)
+
+    def _component_refusal(self, ranks: int) -> str:
+        """Why a step cannot drive the recipe's optimiser or scheduler on so many ranks; "" where it
+        can."""
+        if self.model is None:
+            return ""
+        from headway.run.measure.recipe_model import check_recipe_components  # imports torch
+
+        return _refusal(check_recipe_components, self.model, ranks)
 
     def plan_of(self, point: Point) -> Plan:
         """The plan of any point of the frontier, with its prediction.
@@ -197,7 +208,8 @@ def plan(
             "fewest-devices" or "cheapest"; where no price is known, device-hours.
         memory: Bytes of a device that may be used, or as in "80 GiB"; by default all of it.
         devices: 8, (6, 12), "8", "6,12" or "1..64" (powers of two, and both ends); by default the
-            cluster's, or fewer where they are as fast; of several types each whole or not at all.
+            cluster's, or fewer where they meet the objective as well; of several types each whole
+            or not at all.
         price: Of a device, as in "2.5 USD/h"; by default the cluster's.
         force: What modules must do: "blocks.*=split", "head=replicate", "head=split:o" (an axis of
             the operator), "blocks.8=stage" (a stage begins there).
@@ -242,7 +254,7 @@ def plan(
             outcome = PlanSearch(question, limits.allow).run()
             if not question.devices or options.counts is not None:
                 return outcome
-            # Nobody has asked for all devices: some of them may be faster than all.
+            # Nobody has asked for all devices: some of them may be faster or cheaper than all.
             counts = fewer_device_counts(outcome)
             if not counts:
                 return outcome
@@ -296,7 +308,7 @@ def search_cuttable(
     degrees = outcome.best.degrees
     if degrees.pipeline == 1:
         return found
-    why = _why_not_cuttable(recipe, to_plan(outcome, outcome.best), degrees.microbatch)
+    why = _why_not_cuttable(recipe, outcome)
     if not why:
         return found
     _LOG.info("%s would be chosen, but cannot run: %s", describe_degrees(degrees), why)
@@ -310,12 +322,23 @@ def search_cuttable(
         ) from None
 
 
-def _why_not_cuttable(recipe: Recipe, plan: Plan, samples: int) -> str:
-    """Why the executor cannot cut a recipe's model as a plan says; "" where it can."""
-    from headway.run.measure.recipe_model import check_stage_boundaries  # imports torch
+def _why_not_cuttable(recipe: Recipe, outcome: SearchResult) -> str:
+    """Why the executor cannot cut a recipe's model as the chosen plan says; "" where it can."""
+    from headway.run.measure.recipe_model import (  # imports torch
+        TRIAL_FLOPS,
+        check_stage_boundaries,
+    )
 
+    work, samples = outcome.question.work, outcome.best.degrees.microbatch
+    small = work.graph.flops.total * samples / work.samples <= TRIAL_FLOPS
+    at = to_plan(outcome, outcome.best).pipeline.cut
+    return _refusal(check_stage_boundaries, recipe, at, samples, numbers=small)
+
+
+def _refusal(check: Callable[..., None], *args: object, **named: object) -> str:
+    """What a check says; "" where it passes."""
     try:
-        check_stage_boundaries(recipe, plan.pipeline.cut, samples)
+        check(*args, **named)
     except (PlanError, RecipeError) as error:
         return "; ".join((error.what, *getattr(error, "problems", ())))
     return ""

@@ -22,7 +22,7 @@ from headway.planner.search.branch_and_bound import PlanSearch, SearchResult
 from headway.planner.search.neighbours import DegreeStep, degree_steps
 from headway.planner.search.operator_choices import operator_choices
 from headway.planner.search.plan_point import Point, describe_point, format_device_runs
-from headway.planner.search.request import PlanRequest
+from headway.planner.search.request import Objective, PlanRequest
 from headway.plans.tensor_layout import divisors
 from headway.schedule.generators.registry import PLAIN
 from headway.units import format_bytes
@@ -197,19 +197,24 @@ def nearest_plans(
 
 
 def fewer_device_counts(outcome: SearchResult) -> tuple[int, ...]:
-    """Numbers of devices, the request's own included, where some plan on fewer devices is chosen
-    before the chosen one; empty: none is.
+    """Numbers of devices, the request's own included, where some plan on fewer devices meets the
+    objective better than the chosen one, or as well; empty: none does.
     """
     question, best = outcome.question, outcome.best
+    objective: Objective = "fastest" if question.objective == "frontier" else question.objective
     counts = {*divisors(best.devices), *(2**n for n in range(best.devices.bit_length()))}
     # What even the work alone, evenly spread, makes slower is not searched.
     work = float(outcome.search.bounds.work[0].sum()) * question.batch
-    few = sorted(n for n in counts if n < best.devices and work / n <= best.seconds)
+    few = sorted(
+        n
+        for n in counts
+        if n < best.devices and (work / n <= best.seconds or objective != "fastest")
+    )
     named = {PLAIN.name, "all"} & {*question.schedules}
     asked = replace(
         question,
         devices=tuple(few),
-        objective="fastest",
+        objective=objective,
         schedules=(PLAIN.name,) if named else question.schedules,
     )
     if not few or not outcome.search.related(asked).beats(best):

@@ -32,7 +32,8 @@ from headway.run.recipe.factory import load_recipe
 from headway.run.recipe.recipe import Recipe
 from headway.run.step.batch import example_batch, to_device
 from headway.run.step.forward_pass import autocast, float_dtype, to_float64
-from headway.run.step.randomness import build_model
+from headway.run.step.randomness import build_model, generators_restored
+from headway.run.step.setup import check_components
 
 _FORWARDS = 3
 """Of forward and backward, which takes two."""
@@ -152,20 +153,50 @@ def recipe_graph(
     return fuse_light_operators(graph), samples, batch, said
 
 
-def check_stage_boundaries(recipe: Recipe, at: Sequence[str], samples: int) -> None:
-    """Whether the executor can cut a recipe's model there; nothing is allocated.
+TRIAL_FLOPS = 2e9
+"""Of a forward and a backward with which a cut is tried with numbers: about a second on a core."""
+
+
+def check_stage_boundaries(
+    recipe: Recipe, at: Sequence[str], samples: int, *, numbers: bool = False
+) -> None:
+    """Whether the executor can cut a recipe's model there.
 
     Args:
         at: Modules with which the second and all later stages begin.
+        numbers: Whether the model is built and run; else nothing is allocated, and a value that the
+            model changes in place behind a cut is not seen.
 
     Raises:
         PlanError: The forward cannot be followed, or not be cut there.
+        RecipeError: The loss does not call the model exactly once.
+    """
+    cpu, data = torch.device("cpu"), example_batch(recipe, samples)
+    with generators_restored(), autocast(recipe.precision, cpu):
+        if numbers:
+            dtype = float_dtype(recipe.precision)
+            model = build_model(recipe)
+            model, data = to_float64(model) if dtype else model, to_device(data, cpu, dtype)
+        else:
+            with torch.device("meta"), building():
+                model = recipe.model().train()
+            pretence = FakeContext()
+            model, data = pretence.model(model), pretence.tree(data)
+        check_cut(model, recipe.loss, data, at)
+
+
+def check_recipe_components(recipe: Recipe, ranks: int) -> None:
+    """Whether a step on so many ranks can drive a recipe's optimiser and scheduler; nothing is
+    allocated.
+
+    Raises:
+        RecipeError: It cannot.
     """
     with torch.device("meta"), building():
         model = recipe.model()
-    pretence = FakeContext()
-    model, data = pretence.model(model), pretence.tree(example_batch(recipe, samples))
-    check_cut(model, recipe.loss, data, at)
+    optimizer = recipe.optimizer(model)
+    scheduler = None if recipe.scheduler is None else recipe.scheduler(optimizer)
+    check_components(model, optimizer, scheduler, ranks)
 
 
 def fsdp_parameter_groups(reference: str) -> list[list[str]]:

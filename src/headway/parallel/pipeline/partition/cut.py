@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from headway.capture.fake_tensors import is_fake
-from headway.errors import PlanError
+from headway.errors import HeadwayError, PlanError
 from headway.parallel.fsdp import check_root_not_wrapped, reshard_stages
 from headway.parallel.pipeline.partition.stage_modules import (
     cut_at,
@@ -242,22 +242,30 @@ def cut(
 
 
 def check_cut(model: nn.Module, loss: LossFunction, data: Any, at: Sequence[str]) -> None:
-    """Whether the stages of a cut at named modules can be made; they are not compared, so that
-    tensors may be stand-ins without numbers. Arguments as those of `cut`.
+    """Whether `cut` at named modules succeeds; tensors may be stand-ins without numbers. Arguments
+    as those of `cut`.
+
+    With stand-ins a value that a stage changes in place is not seen, nor what a loss does that
+    needs numbers.
 
     Raises:
         PlanError: As `cut`.
         RecipeError: Likewise.
     """
 
-    def choose(call: ModelCall) -> None:
-        for training in (True, False):
-            with training_mode(model, training):
-                traced = trace_model(model, call, _down_to(at))
-                with traced.examples.opened():
-                    split_graph(traced, cut_at(traced, at), relay=False)
+    def choose(call: ModelCall) -> ModelStages:
+        traced = trace_model(model, call, _down_to(at))
+        return _finish(traced, lambda found: cut_at(found, at), relay=False)
 
-    run_at_model_call(model, loss, data, choose)
+    stages = run_at_model_call(model, loss, data, choose)
+    try:
+        check_loss(stages, loss, data)
+    except HeadwayError:
+        raise
+    except Exception:
+        # A loss may read numbers behind the model's call.
+        if not any(is_fake(tensor) for tensor in model.parameters()):
+            raise
 
 
 def list_units(model: nn.Module, loss: LossFunction, data: Any, stages: int) -> tuple[str, ...]:

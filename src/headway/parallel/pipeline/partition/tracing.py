@@ -17,7 +17,7 @@ import operator
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -455,7 +455,24 @@ class _Tracer(fx.Tracer):
             return node
         if isinstance(a, Tensor) and not isinstance(a, nn.Parameter):
             return self.create_node("get_attr", self._name_of(a), (), {})
+        if isinstance(a, dict) and type(a) is not dict:
+            return self._dictionary(a)
         return super().create_arg(a)
+
+    def _dictionary(self, value: Any) -> fx.Node:
+        """Of a class of its own, such as the outputs of `transformers`: fx would make a plain dict
+        of it."""
+        kind = type(value)
+        if is_dataclass(value):
+            made = {field.name: getattr(value, field.name) for field in fields(value)}
+            return self.create_node("call_function", kind, (), self.create_arg(made))
+        try:
+            kind(dict(value))
+        except Exception:
+            raise fx.proxy.TraceError(
+                f"it makes a {kind.__name__}, which cannot be built from a dict"
+            ) from None
+        return self.create_node("call_function", kind, (self.create_arg(dict(value)),), {})
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         if _modes() != self._modes and kind != "output":
