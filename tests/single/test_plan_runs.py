@@ -47,7 +47,7 @@ def as_training_cuts(name: str, result: PlanningResult) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "numbers"), [("twice", True), ("default output", False), ("ordered output", False)]
+    ("name", "numbers"), [("twice", False), ("default output", False), ("ordered output", False)]
 )
 def test_a_pipeline_is_offered_if_training_can_cut_it(
     monkeypatch: pytest.MonkeyPatch, name: str, numbers: bool
