@@ -125,6 +125,8 @@ KINDS = {
 }
 NUMBERS = {"SIGTERM": 15, "SIGINT": 2, "SIGINT twice": 2, "SIGHUP": 1, "SIGTERM to all": 15}
 """Signals to stop; Ctrl-C goes to the launcher's process group, as that of a terminal does."""
+KINDS_OF_OWN_LOOP = {"rank": 150, "all ranks": 20, "launcher": 3, "everything": 2}
+"""torchrun has neither a forkserver nor a tracker; at signals it ends as it likes."""
 LAST = {"launcher", "everything", "frozen rank", *NUMBERS}
 """After these the launch ends."""
 MOMENTS = ("any", "any", "birth", "start", "save", "last step", "after the last step", "restart")
@@ -349,8 +351,11 @@ class Launch:
             allowed |= {-NUMBERS[kind], 128 + NUMBERS[kind]}
         said = [line for line in self.err.splitlines() if re.match(r"HW-\d", line)]
         if self.family.recipe == "own_loop":
-            # torchrun reports ranks that have died by itself, with stacks.
-            return "" if self.code in allowed | {1} else f"exit code {self.code}"
+            # torchrun starts all again after each; what the ranks raise is that they lost a peer.
+            others = set(raised(self.err)) - {"headway.errors.PeerLost"}
+            if others:
+                return f"raised: {sorted(others)}"
+            return "" if self.code in allowed else f"exit code {self.code}"
         # Ctrl-C before any line of headway has run is Python's own affair.
         early = "KeyboardInterrupt" in self.err and "/headway/" not in self.err
         if "Traceback" in self.err and not early:
@@ -372,6 +377,26 @@ class Launch:
         if len(ranks) > RESTARTS and "SIGKILL" in said:
             return ""
         return f"not true: {said}"
+
+
+def raised(err: str) -> list[str]:
+    """The exceptions that ended ranks; torch begins the lines of a rank with its number."""
+    by_rank: dict[str, list[str]] = collections.defaultdict(list)
+    for line in err.splitlines():
+        rank = re.match(r"\[rank\d+\]: |", line)
+        assert rank is not None
+        by_rank[rank.group()].append(line[rank.end() :])
+    found = []
+    for lines in by_rank.values():
+        text = "\n".join(lines)
+        # Of a chain of exceptions the last was raised.
+        text = re.sub(
+            r"^\S.*\n\n(The above exception|During handling) .*\n\nTraceback .*\n", "", text,
+            flags=re.MULTILINE,
+        )  # fmt: skip
+        for trace in re.split(r"^Traceback .*\n", text, flags=re.MULTILINE)[1:]:
+            found += re.findall(r"^\S[^:\n]*", trace, flags=re.MULTILINE)[:1]
+    return found
 
 
 def state(pid: int) -> str:
@@ -507,12 +532,12 @@ def undisturbed(name: str, cache: Path) -> Expected:
 
 
 def plan_kills(random_: random.Random, family: Family) -> list[Kill]:
-    kinds, weights = zip(*KINDS.items(), strict=True)
+    own = family.recipe == "own_loop"
+    kinds, weights = zip(*(KINDS_OF_OWN_LOOP if own else KINDS).items(), strict=True)
     kills: list[Kill] = []
     wished = random_.randint(12, 20)
-    own = family.recipe == "own_loop"
     while len(kills) < wished:
-        kind = "rank" if own else random_.choices(kinds, weights)[0]
+        kind = random_.choices(kinds, weights)[0]
         kills.append(Kill(kind, random_.choice(MOMENTS[:4] if own else MOMENTS)))
         if kind in LAST:
             break

@@ -17,6 +17,7 @@ import pytest
 
 from headway.errors import DataError, Stalled, UsageError, WorkerFailed
 from headway.launch.agent_processes import WorkerProcess
+from headway.launch.forkserver import forkserver_status
 from headway.launch.local import launch_local
 from headway.launch.restart_policy import RestartPolicy
 from headway.launch.worker import run_rank_here
@@ -108,6 +109,19 @@ def test_an_exception_in_one_rank_stops_all_with_its_place(tmp_path, how, kind, 
     assert "launch_entries.py" in primary[0].trace + primary[0].why or how == "exit"
 
 
+def test_a_worker_that_cannot_begin_says_why():
+    with pytest.raises(WorkerFailed, match="FileNotFoundError: no such namespace"):
+        launch(entries.alone, emulated=entries.NoNode())
+
+
+def test_what_torch_kept_of_an_exception_is_shown(monkeypatch):
+    monkeypatch.setattr("headway.launch.local.run_worker", entries.fail_outside)
+    with pytest.raises(WorkerFailed, match="exit code 1 outside of the training") as caught:
+        launch(entries.alone)
+    assert "BrokenPipeError: nobody reads this\n  File " in str(caught.value)
+    assert "in fail_outside" in str(caught.value)
+
+
 def test_an_end_with_status_0_that_python_does_not_see_is_no_kill():
     with pytest.raises(WorkerFailed, match="ended with exit code 0 and left no error") as caught:
         launch(entries.leave_by_c, on_restart=lambda *_: pytest.fail("restarted"))
@@ -178,21 +192,28 @@ def test_a_killed_worker_is_replaced(tmp_path, victim):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_kill_before_a_worker_has_read_what_to_do(monkeypatch, victim):
-    """multiprocessing finds a closed pipe where it sends the worker its arguments."""
+def test_a_kill_before_a_worker_has_read_what_to_do(monkeypatch, tmp_path, victim):
+    """multiprocessing finds a closed pipe where it sends the worker its arguments.
+
+    The worker that was there already is stopped by a signal, for which nobody has asked.
+    """
     start, made, told = WorkerProcess.start, [], []
 
     def start_or_not(worker):
         made.append(worker)
         if len(made) - 1 == victim:
+            while victim == 1 and not (tmp_path / "ready-0").exists():
+                time.sleep(0.01)
             raise BrokenPipeError
         start(worker)
 
     monkeypatch.setattr(WorkerProcess, "start", start_or_not)
     monkeypatch.setattr("headway.launch.local._DEATH_SECONDS", 0.1)
-    result = launch(entries.alone, on_restart=lambda *words: told.append(words))
+    result = launch(
+        entries.stop_first_attempt, str(tmp_path), on_restart=lambda *words: told.append(words)
+    )
     assert told == [(1, "a worker was killed before it began")]
-    assert result.attempts == 2
+    assert (result.results, result.stopped_by) == ([1, 1], None)
 
 
 def test_a_signal_while_the_agent_makes_its_files_leaves_none(monkeypatch, tmp_path):
@@ -224,6 +245,30 @@ def test_a_kill_of_the_forkserver_ends_its_workers_and_restarts_all(tmp_path):
     assert told == [(1, "the process that forks the workers was killed")]
     for path in tmp_path.glob("pid-*"):
         assert_gone(int(path.read_text()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before_the_next", [True, False])
+def test_a_kill_of_the_forkserver_while_workers_are_born(monkeypatch, tmp_path, before_the_next):
+    """multiprocessing starts another one, of which the later workers are born."""
+    start, made, told = WorkerProcess.start, [], []
+
+    def start_and_wait(worker):
+        start(worker)
+        made.append(worker)
+        while before_the_next and len(made) == 1 and forkserver_status() is None:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(WorkerProcess, "start", start_and_wait)
+    result = launch(
+        entries.note_attempt,
+        entries.ForkserverKilledOnArrival(tmp_path),
+        on_restart=lambda *words: told.append(words),
+    )
+    assert told == [(1, "the process that forks the workers was killed")]
+    assert result.results == [1, 1]
+    # No signal had been chosen yet for the death of its parent.
+    assert_gone(int((tmp_path / "orphan").read_text()))
 
 
 def test_a_worker_that_stands_still_where_no_heartbeat_runs_is_named(monkeypatch):

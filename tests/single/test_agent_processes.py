@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,7 @@ def test_neither_makes_a_file_in_shared_memory():
 
 @pytest.mark.parametrize(("reported", "status"), [(True, 0), (False, SILENT)])
 def test_an_end_without_a_report_is_no_success(reported, status):
-    worker = WorkerProcess(FORK.Process(target=int), lambda pid: reported)
+    worker = WorkerProcess(FORK.Process(target=int), lambda pid: reported, nullcontext)
     assert worker.exitcode is None
     worker.start()
     worker.join()

@@ -9,7 +9,10 @@ import os
 import pickle
 import random
 import signal
+import socket
+import sys
 import time
+from multiprocessing import resource_sharer
 
 import numpy as np
 import pytest
@@ -50,6 +53,22 @@ class Numbers(Dataset):
 
     def __getitem__(self, index):
         self.reads.append(index)
+        return torch.tensor(index)
+
+
+class Abandoned(Numbers):
+    """In its worker, somebody comes for a tensor and dies before he has it, as a killed rank."""
+
+    def __getitem__(self, index):
+        if index == 4:
+            sharer = resource_sharer._resource_sharer
+            while sharer._address is None:  # the first tensor is not under way yet
+                time.sleep(0.001)
+            for _ in range(5):
+                with socket.socket(socket.AF_UNIX) as rank:
+                    rank.connect(sharer._address)
+            # Served after all of them.
+            os.close(resource_sharer.DupFd(0).detach())
         return torch.tensor(index)
 
 
@@ -382,6 +401,11 @@ class TestWorkers:
         with pytest.raises((DataError, RuntimeError), match=r"died|killed"):
             train()
         assert multiprocessing.active_children() == []
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere tensors travel by files")
+    def test_a_rank_that_is_killed_on_the_way_to_a_tensor_makes_them_print_nothing(self, capfd):
+        drain(Abandoned(8), 2, epochs=1, workers=1, shuffle=False)
+        assert capfd.readouterr().err == ""
 
     def test_signals_for_the_rank_leave_them(self):
         with loader(Numbers(1000), 8, workers=2) as batches:

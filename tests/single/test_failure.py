@@ -23,7 +23,7 @@ from headway.errors import (
 from headway.launch import local
 from headway.launch.agent_processes import SILENT
 from headway.launch.restart_policy import AttemptFacts, RestartPolicy, Stop, explain_deaths
-from headway.launch.worker import Job
+from headway.launch.worker import Job, _record_or_print
 from headway.run.distributed.failure_record import (
     FailureRecord,
     describe_failure,
@@ -129,6 +129,18 @@ def test_the_root_cause_is_the_first_primary_record():
     assert root_cause([]) is None
 
 
+def test_an_error_that_cannot_be_written_down_is_printed(tmp_path, capsys):
+    job = Job(
+        entry="", arguments=(), outbox=tmp_path / "gone", directory=None, attempt=0, threads=1,
+        environment={},
+    )  # fmt: skip
+    record = _record_or_print(job, 1, raised(ValueError("negative loss")))
+    printed = capsys.readouterr().err
+    assert printed.startswith("rank 1: an exception stopped this rank\n  ValueError: negative loss")
+    assert printed.endswith(f"{record.trace}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_run_directory_that_was_deleted_is_not_made_again(tmp_path):
     with pytest.raises(FileNotFoundError):
         write_failure(tmp_path / "run", describe_failure(1, 3, WorkerFailed("bad")))
@@ -202,6 +214,16 @@ def test_an_exit_without_a_word_stops():
     decision = RestartPolicy().decide([AttemptFacts(attempt=0, deaths={1: 7})])
     assert isinstance(decision, Stop)
     assert "rank 1: the process ended with exit code 7" in str(decision.error)
+
+
+def test_what_torch_has_kept_of_an_exception_is_the_error():
+    kept = AttemptFacts(attempt=0, deaths={1: 1}, messages={1: "OSError: no space"})
+    decision = RestartPolicy().decide([kept])
+    assert isinstance(decision, Stop)
+    assert str(decision.error).splitlines()[:2] == [
+        "rank 1: the process ended with exit code 1 outside of the training",
+        "  OSError: no space",
+    ]
 
 
 def test_a_request_to_stop_is_no_error():

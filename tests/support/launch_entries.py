@@ -118,6 +118,53 @@ def forkserver_killed(place: LaunchEnv, folder: str) -> int:
     return place.attempt
 
 
+class ForkserverKilledOnArrival:
+    """The first worker that is sent one kills its forkserver, before it runs a line of torch's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return kill_forkserver_once, (self.folder,)
+
+
+def kill_forkserver_once(folder: Path) -> None:
+    if not (folder / "orphan").exists():
+        (folder / "orphan").write_text(str(os.getpid()))
+        forkserver = os.getppid()
+        os.kill(forkserver, signal.SIGKILL)
+        while os.getppid() == forkserver:
+            time.sleep(0.001)
+
+
+def note_attempt(place: LaunchEnv, *arguments: object) -> int:
+    return place.attempt
+
+
+class NoNode:
+    """Emulated nodes whose namespaces are gone."""
+
+    host = "127.0.0.1"
+
+    @property
+    def cluster(self) -> object:
+        raise FileNotFoundError("no such namespace")
+
+
+def fail_outside(job: object) -> None:
+    """In place of `run_worker`: torch knows what happens outside of it."""
+    raise BrokenPipeError("nobody reads this")
+
+
+def stop_first_attempt(place: LaunchEnv, folder: str) -> int:
+    """Wait for a signal, and end in order."""
+    with StopRequest() as stop:
+        (Path(folder) / f"ready-{place.rank}").touch()
+        while place.attempt == 0 and stop.requested is None:
+            time.sleep(0.01)
+    return place.attempt
+
+
 def usage(place: LaunchEnv) -> None:
     raise UsageError("asked for something impossible", fix="Ask for less.")
 

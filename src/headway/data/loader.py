@@ -16,13 +16,15 @@ import functools
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -227,7 +229,23 @@ def _enter_worker(listen: Connection, tell: Connection, _: int) -> None:
     for number in _FOR_THE_RANK:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_THE_RANK)
+    sys.excepthook = functools.partial(_print_unless_rank_lost, sys.excepthook)
     threading.Thread(target=_leave, args=(listen.fileno(),), daemon=True).start()
+
+
+def _print_unless_rank_lost(
+    print_error: Callable[..., Any],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """In place of `sys.excepthook`: a rank that is killed while it fetches a tensor is no error."""
+    # multiprocessing's thread that hands out the tensors' memory prints by this function. Its only
+    # client is the rank, whose death the launcher reports; if it lives, it has the other end of
+    # the broken connection, and raises.
+    served = threading.current_thread() is not threading.main_thread()
+    if not (served and isinstance(error, (ConnectionError, EOFError))):
+        print_error(kind, error, trace)
 
 
 def _leave(listen: int) -> None:

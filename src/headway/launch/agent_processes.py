@@ -21,12 +21,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
 from headway.errors import Stalled
+from headway.launch.forkserver import forkserver_pid, forkserver_settings
 from headway.launch.worker import has_reported, noted_pids
 from headway.run.distributed.failure_record import describe_failure, write_failure
 
@@ -72,11 +73,22 @@ class OneShotEvent:
 
 
 class WorkerProcess:
-    """A process of multiprocessing, as the agent is to see it."""
+    """A process of multiprocessing, as the agent is to see it.
 
-    def __init__(self, process: Any, reported: Callable[[int], bool]) -> None:
+    Args:
+        reported: Whether the process with this id has left a result or a failure.
+        starting: Entered for the start of the process.
+    """
+
+    def __init__(
+        self,
+        process: Any,
+        reported: Callable[[int], bool],
+        starting: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self._process = process
         self._reported = reported
+        self._starting = starting
         self._descriptor: int | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -85,7 +97,7 @@ class WorkerProcess:
     def start(self) -> None:
         """Start the process."""
         # A worker that is sent one half of its arguments prints a traceback.
-        with _signals_deferred():
+        with _signals_deferred(), self._starting():
             self._process.start()
         # Process ids are used again; and multiprocessing knows nothing more of its processes if
         # the forkserver is killed. File descriptors of processes exist on Linux only.
@@ -146,11 +158,19 @@ class Workers:
         outbox: In which they note their process ids, results and failures.
         attempt: Its number.
         processes: How many there are going to be.
+        threads: Of each, also if multiprocessing has to start another forkserver.
     """
 
-    def __init__(self, outbox: Path, attempt: int, processes: int) -> None:
+    def __init__(self, outbox: Path, attempt: int, processes: int, threads: int) -> None:
         self._outbox, self._attempt, self._processes = outbox, attempt, processes
+        self._threads = threads
+        self._forkserver = forkserver_pid()
         self._made: list[WorkerProcess] = []
+
+    @property
+    def forkserver_replaced(self) -> bool:
+        """Whether the forkserver was killed, and multiprocessing has started another since."""
+        return forkserver_pid() != self._forkserver
 
     @contextmanager
     def given_to_agent(self) -> Iterator[None]:
@@ -160,7 +180,8 @@ class Workers:
         make, folder = context.Process, tempfile.tempdir
 
         def make_worker(*args: Any, **kwargs: Any) -> WorkerProcess:
-            self._made.append(WorkerProcess(make(*args, **kwargs), self._has_reported))
+            process = make(*args, **kwargs)
+            self._made.append(WorkerProcess(process, self._has_reported, self._starting))
             if len(self._made) == self._processes:
                 tempfile.tempdir = folder
             return self._made[-1]
@@ -180,6 +201,14 @@ class Workers:
             for name in changes:
                 del vars(context)[name]
             self._end_all()
+
+    @contextmanager
+    def _starting(self) -> Iterator[None]:
+        with forkserver_settings(self._threads):
+            yield
+        # The workers that were forked before have died with the one that forked them.
+        if self.forkserver_replaced:
+            raise ConnectionResetError("the forkserver was killed while workers were started")
 
     def statuses(self) -> dict[int, int | None]:
         """Process id -> exit status of each process; 0 also of one that was silent."""

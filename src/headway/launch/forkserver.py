@@ -53,36 +53,41 @@ def start_forkserver(
     with short_paths():
         remove_abandoned()
         claim(Path(get_temp_dir()))
-        variables = {
-            "OMP_NUM_THREADS": str(threads_for(processes, threads)),
-            TEMPORARY: get_temp_dir(),
-        }
-        # First, because it unblocks SIGINT when it starts this process.
-        resource_tracker.ensure_running()
-        with restored_environment(variables), _interrupt_blocked():
+        with forkserver_settings(threads_for(processes, threads)):
             forkserver.ensure_running()
 
 
 @contextmanager
-def _interrupt_blocked() -> Iterator[None]:
-    """Processes that are started inside do not notice Ctrl-C until they unblock it (`worker`)."""
+def forkserver_settings(threads: int) -> Iterator[None]:
+    """Inside, a forkserver may be started: by `start_forkserver`, or by multiprocessing itself.
+
+    multiprocessing starts another one as soon as a process is wanted and the last was killed.
+    """
+    # First, because it unblocks SIGINT when it starts this process.
+    resource_tracker.ensure_running()
+    variables = {"OMP_NUM_THREADS": str(threads), TEMPORARY: get_temp_dir()}
+    # Processes that are started inside do not notice Ctrl-C until they unblock it (`worker`).
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        yield
+        with restored_environment(variables):
+            yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def forkserver_status(seconds: float = 0.0) -> int | None:
-    """The exit status of the forkserver (negative: a signal); None: it runs.
+def forkserver_pid() -> int | None:
+    """The process id of the forkserver that was started last, also if it has ended."""
+    # A private name: only multiprocessing itself may wait for this process, and take its status.
+    return getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
 
-    multiprocessing starts another one as soon as the next process is wanted.
+
+def forkserver_status(seconds: float = 0.0) -> int | None:
+    """The exit status of the forkserver that was started last (negative: a signal); None: it runs.
 
     Args:
         seconds: Wait so long for its end.
     """
-    # A private name: only multiprocessing itself may wait for this process, and take its status.
-    pid = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
+    pid = forkserver_pid()
     deadline = time.monotonic() + seconds
     while pid is not None:
         try:

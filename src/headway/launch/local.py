@@ -31,6 +31,7 @@ from headway.errors import RunError, Stalled
 from headway.launch.agent_processes import SILENT, Workers
 from headway.launch.emulation import EmulatedCluster, PacedCluster
 from headway.launch.forkserver import (
+    forkserver_pid,
     forkserver_status,
     gc_paused,
     restored_environment,
@@ -81,9 +82,11 @@ def run_attempt(
         from torch.distributed.launcher.api import elastic_launch
 
     statuses: dict[int, int] = {}
+    messages: dict[int, str] = {}
     stop: str | None = None
     unborn = False
-    workers = Workers(job.outbox, job.attempt, processes)
+    job = replace(job, forkserver=forkserver_pid())
+    workers = Workers(job.outbox, job.attempt, processes, job.threads)
     with (
         _agent_contained(),
         workers.given_to_agent(),
@@ -96,6 +99,7 @@ def run_attempt(
             stop = error.sigval.name
         except ChildFailedError as error:
             statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
+            messages = {rank: _kept(failure) for rank, failure in error.failures.items()}
         # Ctrl-C before the agent has installed its own handlers.
         except KeyboardInterrupt:
             stop = "SIGINT"
@@ -113,14 +117,28 @@ def run_attempt(
     # The agent tells the status of one dead worker, and not always of the first.
     by_pid = workers.statuses()
     own = {rank: by_pid.get(pid) for rank, pid in noted_pids(job.outbox).items()}
-    ending = _ending(job, processes, statuses, own, stop)
+    ending = replace(_ending(job, processes, statuses, own, stop), messages=messages)
     gone = _FORKSERVER_GONE in (*by_pid.values(), *statuses.values())
-    if forkserver_status(_DEATH_SECONDS if gone else 0) is not None:
+    ended = forkserver_status(_DEATH_SECONDS if gone else 0) is not None
+    if ended or workers.forkserver_replaced:
         # Nobody knows then how the workers ended, and those that ran have been killed here: what
         # they have noted of a signal is the agent's.
         trouble = "the process that forks the workers was killed"
         return replace(ending, deaths={}, stop=stop, trouble=trouble)
-    return replace(ending, trouble="a worker was killed before it began") if unborn else ending
+    if unborn:
+        # The others were stopped here, by SIGTERM: nobody has asked for it.
+        return replace(ending, stop=stop, trouble="a worker was killed before it began")
+    return ending
+
+
+def _kept(failure: Any) -> str:
+    """What torch has kept of an exception outside of `run_worker`: its text, and its last line."""
+    message = failure.message
+    if not isinstance(message, dict):  # a remark of torch's own
+        return ""
+    stack = str(message.get("extraInfo", {}).get("py_callstack", ""))
+    places = [line.strip() for line in stack.splitlines() if line.startswith('  File "')]
+    return "\n  ".join([str(message.get("message", "")), *places[-1:]])
 
 
 def _ending(

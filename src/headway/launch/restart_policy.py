@@ -24,6 +24,7 @@ class AttemptFacts:
         silent: Ranks that left neither a result nor a failure.
         unfinished: Those of them that had begun.
         deaths: Ranks that ended without a report -> exit status where known (negative: a signal).
+        messages: What torch kept of the exception of a rank that has recorded none; "": nothing.
         trouble: What ended the attempt, if it was none of the ranks; a sentence without its dot.
         progress_before: The newest checkpoint (its step) when the attempt began; -1: none.
     """
@@ -34,6 +35,7 @@ class AttemptFacts:
     unfinished: tuple[int, ...] = ()
     records: tuple[FailureRecord, ...] = ()
     deaths: Mapping[int, int | None] = field(default_factory=dict)
+    messages: Mapping[int, str] = field(default_factory=dict)
     trouble: str = ""
     progress_before: int = -1
     progress_after: int = -1
@@ -74,7 +76,7 @@ class RestartPolicy:
         # An exit of its own would only recur; a negative status is a signal from outside.
         for rank, status in sorted(last.deaths.items()):
             if status is not None and status >= 0:
-                return Stop(_mute(rank, status))
+                return Stop(_mute(rank, status, last.messages.get(rank, "")))
         if self._fruitless(history) >= self.limit:
             return Stop(self._exhausted(history))
         # Once it may be chance; twice in a row is the code.
@@ -159,7 +161,14 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _mute(rank: int, status: int) -> HeadwayError:
+def _mute(rank: int, status: int, message: str) -> HeadwayError:
+    if message:
+        return WorkerFailed(
+            f"the process ended with exit code {status} outside of the training",
+            where=f"rank {rank}",
+            why=message,
+            fix="Look at the output above, too; then rerun with --resume.",
+        )
     return WorkerFailed(
         f"the process ended with exit code {status} and left no error",
         where=f"rank {rank}",

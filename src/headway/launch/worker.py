@@ -191,6 +191,7 @@ class Job:
     Attributes:
         entry: Called as entry(place, *arguments); a text is "module:function".
         outbox: Private directory of this attempt: results, failures, process ids.
+        forkserver: Process id of the one that the workers of this attempt are forked from.
         environment: The launcher's variables; a forkserver that ran before may have old ones.
     """
 
@@ -202,6 +203,7 @@ class Job:
     threads: int
     environment: Mapping[str, str]
     emulated: EmulatedCluster | PacedCluster | None = None
+    forkserver: int | None = None
 
 
 def run_worker(job: Job) -> None:
@@ -211,37 +213,56 @@ def run_worker(job: Job) -> None:
     with contextlib.suppress(OSError):
         os.setsid()
     _unblock_signals()
-    _end_with_forkserver()
+    _end_with_forkserver(job.forkserver)
+    rank = int(os.environ["RANK"])
+    ending = WorkerExit(lambda error: _record_or_print(job, rank, error))
+    with _exits_reported(ending):
+        try:
+            stopped_by = _run_entry(job, ending)
+        except KeyboardInterrupt:
+            end_process(INTERRUPTED)
+        except BaseException as error:
+            ending(_unless_exit(error))
+        if stopped_by:
+            # The agent is ending its workers: it will not come to collect a return value.
+            end_process(STOPPED)
+
+
+def _run_entry(job: Job, ending: WorkerExit) -> str:
+    """Set up the worker, run the entry, write its result; returns the signal that stopped it."""
     _set_environment(job)
     # A forkserver's children would start their own data-loading processes by it: without the
     # user's modules and state. The platform's default is the first of the list.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     here = _enter_node(job) if job.emulated else LaunchEnv.here()
-    ending = WorkerExit(lambda error: _record(here, error, job.outbox, job.directory))
     place = replace(here, emergency=ending.from_thread, meeting=job.outbox / "store")
     watch_others(job.outbox, place)
-    with _signals_noticed() as signals, _exits_reported(ending):
-        try:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            import torch  # here, where its failure is this rank's error
-            import torch.distributed as dist
+    with _signals_noticed() as signals:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        import torch  # here, where its failure is this rank's error
+        import torch.distributed as dist
 
-            torch.set_num_threads(job.threads)
-            dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # the forkserver read another
-            entry = resolve_name(job.entry) if isinstance(job.entry, str) else job.entry
-            # Pickled here, so that a result which cannot be is an error of this rank.
-            result = pickle.dumps(entry(place, *job.arguments))
-            stopped_by = signals()
-            if stopped_by:
-                write_note(job.outbox / f"stopped-{place.rank:05d}", stopped_by.encode())
-            write_note(job.outbox / f"result-{place.rank:05d}", result)
-        except KeyboardInterrupt:
-            end_process(INTERRUPTED)
-        except BaseException as error:
-            ending(_unless_exit(error))
-        if stopped_by or signals():
-            # The agent is ending its workers: it will not come to collect a return value.
-            end_process(STOPPED)
+        torch.set_num_threads(job.threads)
+        dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # the forkserver read another
+        entry = resolve_name(job.entry) if isinstance(job.entry, str) else job.entry
+        # Pickled here, so that a result which cannot be is an error of this rank.
+        result = pickle.dumps(entry(place, *job.arguments))
+        stopped_by = signals()
+        if stopped_by:
+            write_note(job.outbox / f"stopped-{place.rank:05d}", stopped_by.encode())
+        write_note(job.outbox / f"result-{place.rank:05d}", result)
+        return stopped_by or signals()
+
+
+def _record_or_print(job: Job, rank: int, error: BaseException) -> FailureRecord:
+    record = describe_failure(rank, job.attempt, error)
+    _write_record(record, job.outbox, job.directory)
+    if not has_reported(job.outbox, rank):
+        # The launcher finds nothing, and can say no more than the exit code.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stderr.write(f"{record.error()}\n{record.trace}\n")
+            sys.stderr.flush()
+    return record
 
 
 def _unblock_signals() -> None:
@@ -252,7 +273,7 @@ def _unblock_signals() -> None:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _end_with_forkserver() -> None:
+def _end_with_forkserver(forkserver: int | None) -> None:
     """Have the kernel kill this worker if the forkserver dies; the launcher starts another."""
     # torch has it send SIGINT (`torch.multiprocessing.spawn._wrap`): a request to stop in order,
     # of which the user knows nothing. prctl(2), linux/prctl.h; elsewhere torch does nothing.
@@ -261,6 +282,9 @@ def _end_with_forkserver() -> None:
         prctl(_GET_DEATH_SIGNAL, ctypes.byref(chosen))
         if chosen.value:
             prctl(_SET_DEATH_SIGNAL, int(signal.SIGKILL))
+    # It has died already, and the launcher knows nothing of a process that it cannot wait for.
+    if forkserver is not None and os.getppid() != forkserver:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run_rank_here(
@@ -281,7 +305,8 @@ def run_rank_here(
     """
 
     def report(error: BaseException) -> FailureRecord:
-        record = _record(place, error, directory)
+        record = describe_failure(place.rank, place.attempt, error)
+        _write_record(record, directory)
         if should_report(record, error):
             tell(record.error())
         return record
@@ -344,13 +369,11 @@ def _undisturbed() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
-def _record(place: LaunchEnv, error: BaseException, *directories: Path | None) -> FailureRecord:
-    """Write the failure down, for the launcher and in the run directory."""
-    record = describe_failure(place.rank, place.attempt, error)
+def _write_record(record: FailureRecord, *directories: Path | None) -> None:
+    """Write a failure down, for the launcher and in the run directory."""
     for directory in filter(None, directories):
         with contextlib.suppress(OSError):  # a full disk must not hide the error itself
             write_failure(directory, record)
-    return record
 
 
 @contextlib.contextmanager
