@@ -13,6 +13,7 @@ from torch import nn
 import headway
 from headway import Recipe
 from headway.optim import LAMB, LARS, WarmUp
+from headway.optim.warmup import warmup_then_cosine
 from headway.plans import ExchangePart, ExchangePlan, LayerSplit, PipelinePlan
 from support.recipes import adamw, deep, late, mlp, normalised, sparse, tied, unused
 from support.split_recipes import (
@@ -53,6 +54,11 @@ class Case:
     steps: int = 4
     whole: bool = False
     microbatches: bool = False
+
+    @property
+    def cost(self) -> float:
+        """About how many seconds of one core a verification takes."""
+        return (0.6 + 0.4 * self.processes) * (3 if self.whole else 1)
 
     def verify(self) -> Any:
         """The verdict of `headway.verify`."""
@@ -1063,6 +1069,32 @@ def _lars_groups(model: nn.Module) -> torch.optim.Optimizer:
 @case()
 def lars_groups() -> Recipe:
     return tiny("lars-groups", optimizer=_lars_groups)
+
+
+def _warming_cosine(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return warmup_then_cosine(optimizer, steps=20, end=0.1)
+
+
+@case()
+def warming_cosine() -> Recipe:
+    return replace(mlp(), scheduler=_warming_cosine)
+
+
+class BatchStatistics(nn.Module):
+    """Draws, and counts what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = WithDropout(), nn.BatchNorm1d(FEATURES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(self.norm(x))
+        return y
+
+
+@case(1, microbatches=True)
+def batch_statistics() -> Recipe:
+    return tiny("batch-statistics", BatchStatistics)
 
 
 def _warming_late(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from support import patience, sampling
 from support.patience import patient
-from support.sampling import sampled
+from support.sampling import sampled, sampled_by_cost
 
 CASES = list(range(100))
 
@@ -40,3 +42,16 @@ def test_a_limit_is_never_below_what_it_says_and_has_an_end(monkeypatch):
     assert patience.measure_slowness() == patience.MAX_SLOWNESS
     monkeypatch.setattr(patience, "REFERENCE_SECONDS", 1e9)
     assert patience.measure_slowness() == 1
+
+
+def test_samples_by_cost_tile_the_list_and_keep_to_their_budget(monkeypatch):
+    costs = [1.0 + number % 7 for number in CASES]
+    seen = []
+    for day in range(739_000, 739_000 + math.ceil(sum(costs) / 20)):
+        monkeypatch.setenv(sampling.VARIABLE, str(day))
+        today = sampled_by_cost(CASES, 20, costs.__getitem__)
+        assert sum(costs[case] for case in today) < 20 + max(costs)
+        seen += today
+    assert sorted(seen) == CASES
+    monkeypatch.setenv(sampling.VARIABLE, sampling.ALL)
+    assert sampled_by_cost(CASES, 20, costs.__getitem__) == CASES

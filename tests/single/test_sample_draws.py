@@ -12,8 +12,15 @@ from headway.data.source import TensorSource
 from headway.errors import NotEqual
 from headway.plans import BatchSplit
 from headway.run.step import randomness
-from headway.run.step.randomness import LogicalRandomness
+from headway.run.step.batch import resize_batch
+from headway.run.step.randomness import (
+    LogicalRandomness,
+    RandomDraw,
+    RandomDraws,
+    probe_random_draws,
+)
 from headway.verification.reference.batches import epoch_order, reference_batches
+from headway.verification.reference.draw_sites import check_sites, unchanged
 from headway.verification.reference.draws import seeds_of_samples, shuffled
 from headway.verification.reference.random_laws import check_sample_draws
 
@@ -96,3 +103,41 @@ def test_draws_that_leave_out_the_epoch_are_noticed(monkeypatch):
     )
     with pytest.raises(NotEqual, match="is not the one that seed, epoch, draw and sample define"):
         check_sample_draws(2**63 + 1)
+
+
+class Drawing(torch.nn.Module):
+    """Draws with samples along the second dimension, draws for all samples, and not at all."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.rand(x.shape[1])
+        x = torch.nn.functional.dropout(x.t(), 0.5).t() + noise
+        return torch.nn.functional.dropout(x, 0.5, training=False)
+
+
+def total(model, data):
+    return model(data).sum()
+
+
+def test_where_a_model_draws_is_found_by_both_probes():
+    data = torch.randn(5, 6)
+    found = probe_random_draws(Drawing(), total, data, resize_batch)
+    assert found.forward == (RandomDraw(None), RandomDraw(1))
+    check_sites(Drawing(), total, data, found)
+    for wrong in (
+        RandomDraws((), in_backward=False),
+        RandomDraws((RandomDraw(None), RandomDraw(None)), in_backward=False),
+        RandomDraws((RandomDraw(None), RandomDraw(1, 3)), in_backward=False),
+        RandomDraws((RandomDraw(None, draws=False), RandomDraw(1)), in_backward=False),
+    ):
+        with pytest.raises(NotEqual, match="random draw"):
+            check_sites(Drawing(), total, data, wrong)
+
+
+def test_a_probe_that_leaves_something_behind_is_noticed():
+    model, data = torch.nn.BatchNorm1d(6), torch.randn(5, 6)
+    with pytest.raises(NotEqual, match="changes running_mean"), unchanged(model):
+        model(data)
+    with pytest.raises(NotEqual, match="torch's generator"), unchanged(model):
+        torch.rand(1)
+    with unchanged(model):
+        probe_random_draws(model, total, data, resize_batch)

@@ -10,9 +10,10 @@ By default it is the day, and samples of successive days tile the list.
 
 from __future__ import annotations
 
+import math
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import TypeVar
 
@@ -43,4 +44,23 @@ def sampled(cases: Sequence[T], count: int) -> list[T]:
     order = random.Random(len(cases)).sample(range(len(cases)), len(cases))
     start = int(seed) * count
     chosen = (order[(start + n) % len(order)] for n in range(count))
+    return [cases[number] for number in sorted(chosen)]
+
+
+def sampled_by_cost(cases: Sequence[T], budget: float, cost: Callable[[T], float]) -> list[T]:
+    """As many of the cases as cost about `budget` together, in their order.
+
+    Samples of successive days tile the list as those of `sampled` do: a case is in the sample of
+    the day into which it begins when all are lined up by their costs.
+    """
+    seed = os.environ.get(VARIABLE) or seed_of_today()
+    total = sum(map(cost, cases))
+    if seed == ALL or budget >= total:
+        return list(cases)
+    days = math.ceil(total / budget)
+    today, begin, chosen = int(seed) % days, 0.0, []
+    for number in random.Random(len(cases)).sample(range(len(cases)), len(cases)):
+        if int(begin / total * days) == today:
+            chosen.append(number)
+        begin += cost(cases[number])
     return [cases[number] for number in sorted(chosen)]

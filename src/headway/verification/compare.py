@@ -160,8 +160,8 @@ def _slack(
 ) -> dict[str, Tensor]:
     """Key of a parameter -> how far its elements may be apart for the sake of their gradients.
 
-    The first step starts from values that are not recorded: it counts as the largest element of the
-    second one, and where there is none as `LOOSE` of the largest value.
+    Where the values are not recorded from which the first step starts, it counts as the largest
+    element of the second one, and where there is none as `LOOSE` of the largest value.
     """
     found: dict[str, Tensor] = {}
     steps = _steps(serial)
@@ -200,7 +200,7 @@ def _moved(allowed: float, size: Tensor, zero: Tensor, step: Tensor) -> Tensor:
 def _steps(serial: Recording) -> dict[str, Tensor]:
     """Key of a parameter -> magnitude of its elements' step to this value."""
     found: dict[str, Tensor] = {}
-    last: dict[str, tuple[str, Tensor]] = {}
+    last = {name: ("", value.double()) for name, value in serial.initial.items()}
     for key in sorted(serial.order, key=_rank_of):
         _, kind, name = key.split("/", 2)
         if kind != "parameter":
@@ -209,9 +209,10 @@ def _steps(serial: Recording) -> dict[str, Tensor]:
         if name in last and now.numel():
             before, then = last[name]
             found[key] = (now - then).abs()
-            found.setdefault(before, found[key].max().expand_as(now))
+            if before:
+                found.setdefault(before, found[key].max().expand_as(now))
         last[name] = key, now
     for key, now in last.values():
-        if now.numel():
+        if key and now.numel():
             found.setdefault(key, (LOOSE * now.abs().max()).expand_as(now))
     return found

@@ -23,12 +23,16 @@ from headway.data import Cursor
 from headway.documents import parse_json
 from headway.optim import WarmUp
 from headway.plans import Plan
-from headway.run.recipe.batch_units import resolve_batch
 from headway.run.recipe.factory import load_recipe
 from headway.run.recipe.recipe import Recipe
 from headway.run.step.setup import check_components
 from headway.run.strategy.training_state import TrainingState
-from headway.verification.reference.optimizers import check_warm_up, step_as_published
+from headway.verification.reference.optimizers import (
+    check_warm_up,
+    check_warm_up_then_cosine,
+    step_as_published,
+)
+from headway.verification.reference.recipes import batch_samples
 from headway.verification.reference.schedulers import GivenArguments, check_scaled_rates
 
 KINDS = (
@@ -96,7 +100,7 @@ class VerifyJob:
         """Where the recorded steps begin: so that the epoch ends one step before the last."""
         if self.whole:
             return Cursor(seed=recipe.seed)
-        batch = resolve_batch(recipe)
+        batch = batch_samples(recipe)
         per_epoch = length // batch if recipe.drop_last else -(-length // batch)
         first = max(0, per_epoch - max(1, self.count(recipe) - 1))
         return Cursor(seed=recipe.seed, epoch=0, position=first * batch)
@@ -113,6 +117,7 @@ class Recording:
         apart: Key of a tensor that ranks hold with different numbers -> which ranks.
         ended: The run ended in its last recorded step, by an error or because ranks are apart: what
             it has not made is no difference.
+        initial: Name -> value of a parameter before the first step, where it is known.
     """
 
     tensors: Mapping[str, Tensor]
@@ -120,6 +125,7 @@ class Recording:
     bounds: Mapping[str, Tensor] = field(default_factory=dict)
     apart: Mapping[str, str] = field(default_factory=dict)
     ended: bool = False
+    initial: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def complete_steps(self) -> int:
@@ -131,6 +137,7 @@ class Recording:
         # safetensors refuses tensors that are not contiguous.
         clones = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
         clones |= {f"{_BOUND}{name}": bound for name, bound in self.bounds.items()}
+        clones |= {f"{_INITIAL}{name}": value for name, value in self.initial.items()}
         facts = {"order": self.order, "apart": dict(self.apart), "ended": self.ended}
         unfinished = path.with_suffix(".unfinished")
         metadata = {key: json.dumps(fact) for key, fact in facts.items()}
@@ -142,12 +149,17 @@ class Recording:
         with safe_open(path, framework="pt") as file:
             facts = {key: parse_json(text) for key, text in file.metadata().items()}
             every = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        bounds = {n.removeprefix(_BOUND): t for n, t in every.items() if n.startswith(_BOUND)}
-        tensors = {name: tensor for name, tensor in every.items() if not name.startswith(_BOUND)}
-        return Recording(tensors, tuple(facts["order"]), bounds, facts["apart"], facts["ended"])
+        bounds, initial = (
+            {name.removeprefix(what): t for name, t in every.items() if name.startswith(what)}
+            for what in (_BOUND, _INITIAL)
+        )
+        tensors = {n: t for n, t in every.items() if not n.startswith((_BOUND, _INITIAL))}
+        return Recording(
+            tensors, tuple(facts["order"]), bounds, facts["apart"], facts["ended"], initial
+        )
 
 
-_BOUND = "bound of "
+_BOUND, _INITIAL = "bound of ", "initial "
 CROSSING_STEPS = PROFILED_STEPS[-1] + 5
 """Least number of steps of a plan with priority."""
 
@@ -236,6 +248,13 @@ class Recorder:
         return Recording(self._tensors, tuple(self._made), apart=apart or {}, ended=ended)
 
 
+def initial_values(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the parameters, as a recording has them."""
+    named = ((name, p.detach()) for name, p in model.named_parameters())
+    return {n: (torch.view_as_real(p) if p.is_complex() else p).contiguous().clone()
+            for n, p in named}  # fmt: skip
+
+
 def build_training_state(
     recipe: Recipe, model: nn.Module, *, reference: bool = False
 ) -> TrainingState:
@@ -253,5 +272,6 @@ def build_training_state(
         scheduler = recipe.scheduler(optimizer) if recipe.scheduler else None
     if reference and isinstance(scheduler, WarmUp):
         check_warm_up(scheduler)
+        check_warm_up_then_cosine()
     check_components(model, optimizer, scheduler, 1)
     return TrainingState(model, optimizer, given.published(scheduler))

@@ -34,7 +34,12 @@ from headway.verification.exchange_recording import (
     RecordedExchange,
     exchange_file,
 )
-from headway.verification.recording import Recording, VerifyJob, build_training_state
+from headway.verification.recording import (
+    Recording,
+    VerifyJob,
+    build_training_state,
+    initial_values,
+)
 from headway.verification.reference.batches import reference_batches
 from headway.verification.reference.draws import initial_model
 from headway.verification.reference.exchanges import (
@@ -85,6 +90,7 @@ class _Notes:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     bounds: dict[str, Tensor] = field(default_factory=dict)
+    initial: dict[str, Tensor] = field(default_factory=dict)
 
     def put(self, key: str, value: Tensor | Row, bound: Row | None = None) -> None:
         tensor = value if isinstance(value, Tensor) else torch.from_numpy(value)
@@ -93,7 +99,7 @@ class _Notes:
             self.bounds[key] = torch.from_numpy(bound.copy())
 
     def recording(self) -> Recording:
-        return Recording(self.tensors, tuple(self.tensors), self.bounds)
+        return Recording(self.tensors, tuple(self.tensors), self.bounds, initial=self.initial)
 
 
 class Replay:
@@ -118,6 +124,7 @@ class Replay:
             build_training_state(recipe, to_float64(initial_model(recipe)), reference=True)
             for _ in range(count)
         ]
+        self.expected.initial = initial_values(self._replicas[0].model)
         self._states: list[dict[str, Tensor]] = [{} for _ in exchanges]
         # Counted here: a compressor that does not count would draw the same numbers for ever.
         self._compressed: Counter[str] = Counter()
@@ -172,6 +179,7 @@ class Replay:
             replica.optimizer.load_state_dict(deepcopy(last.optimizer.state_dict()))
             if replica.scheduler is not None and last.scheduler is not None:
                 replica.scheduler.load_state_dict(last.scheduler.state_dict())
+        self.expected.initial = initial_values(last.model)
         ranks = len(self._exchanges)
         share = {
             key: value / ranks if key.endswith(SUMMED) else value for key, value in saved.items()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -42,11 +43,17 @@ from headway.run.step.setup import recipe_plan
 from headway.run.strategy.training_state import TrainingState
 from headway.schedule.pipeline_schedule import ActionKind, PipelineSchedule, update_groups
 from headway.verification.own_precision import check_own_precision
-from headway.verification.recording import Recorder, VerifyJob, build_training_state
+from headway.verification.recording import (
+    Recorder,
+    VerifyJob,
+    build_training_state,
+    initial_values,
+)
 from headway.verification.reference.batches import reference_batches
+from headway.verification.reference.draw_sites import check_sites, unchanged
 from headway.verification.reference.draws import begin_draws, initial_model
 from headway.verification.reference.random_laws import check_orders, check_sample_draws
-from headway.verification.reference.recipes import check_amounts, check_seed
+from headway.verification.reference.recipes import batch_samples, check_amounts, check_seed
 from headway.verification.reference.sources import check_source
 from headway.verification.saved_facts import cursor_behind, facts_of, numbers_of
 
@@ -73,7 +80,7 @@ def _record(
 ) -> None:
     """Record steps that `make_step` makes of the batches of all copies; it returns the loss."""
     trained = build_training_state(recipe, to_float64(initial_model(recipe)), reference=True)
-    recorder = Recorder(trained)
+    recorder, initial = Recorder(trained), initial_values(trained.model)
     sites: RandomDraws | None = None
     source = as_source(recipe.data())
     check_source(source)
@@ -119,7 +126,7 @@ def _record(
             })  # fmt: skip
         if job.whole and job.validates(step) and recipe.validation is not None:
             recorder.validated(step, _validation(recipe, trained.model))
-    recorder.recording().save(target)
+    replace(recorder.recording(), initial=initial).save(target)
 
 
 def _check_recipe(recipe: Recipe, job: VerifyJob, length: int) -> None:
@@ -138,7 +145,7 @@ def _validation(recipe: Recipe, model: nn.Module) -> float:
     source = as_source(recipe.validation())
     check_source(source)
     samples = min(len(source), recipe.validation_samples or len(source))
-    batch = min(samples, resolve_batch(recipe))
+    batch = min(samples, batch_samples(recipe))
     model.eval()
     sums = counts = 0.0
     for (share,) in reference_batches(
@@ -159,15 +166,24 @@ def _validation(recipe: Recipe, model: nn.Module) -> float:
 
 
 def find_draws(recipe: Recipe, model: nn.Module, shares: Sequence[RankBatch]) -> RandomDraws:
-    """Where the model draws random numbers."""
+    """Where the model draws random numbers.
+
+    Raises:
+        NotEqual: The probe has changed something, or has found draws that are not there.
+    """
     first = next(micro for share in shares for micro in share.micros)
-    return probe_random_draws(model, recipe.loss, loss_inputs(first), resize_batch)
+    data = loss_inputs(first)
+    with unchanged(model):
+        found = probe_random_draws(model, recipe.loss, data, resize_batch)
+    if not found.doubts:
+        check_sites(model, recipe.loss, data, found)
+    return found
 
 
 def _shares(recipe: Recipe, job: VerifyJob, ranks: int | None) -> tuple[BatchSplit, int]:
     """How a global batch is cut into micro-batches, and over how many copies."""
     if ranks is None:
-        return BatchSplit(samples=resolve_batch(recipe)), 1
+        return BatchSplit(samples=batch_samples(recipe)), 1
     plan = recipe_plan(recipe, job.plan, ranks)
     return plan.batch, plan.data_degree
 

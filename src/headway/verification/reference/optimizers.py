@@ -7,6 +7,7 @@ et al. 2020, algorithm 2. All other optimisers are torch's or the user's, and st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 
 from headway.errors import NotEqual
 from headway.optim import LAMB, LARS, WarmUp
+from headway.optim.warmup import warmup_then_cosine
 
 Update = Callable[[Tensor, Mapping[str, Any], dict[str, Any]], None]
 
@@ -44,6 +46,43 @@ def check_warm_up(scheduler: WarmUp) -> None:
                 f"the factor of the warm-up is {scheduler.factor(step):g} in place of {wanted:g}",
                 where=f"step {step} of {steps}",
             )
+
+
+CURVES = ((40, None, 0.1), (30, 6, 0.0), (7, 0, 0.5), (25, 1, 0.02))
+"""Steps, warm-up and end, with which `warmup_then_cosine` is asked for its rates."""
+
+
+def check_warm_up_then_cosine() -> None:
+    """Hold the rates of the warm-up with a cosine behind it against their formula.
+
+    Up: a line from 1 / warm-up of the rate (Goyal et al. 2017, section 2.2). Down: half a cosine to
+    the lowest rate (Loshchilov and Hutter 2017, equation 5).
+
+    Raises:
+        NotEqual: A rate is another one.
+    """
+    rates = (0.5, 0.125)
+    for steps, warmup, end in CURVES:
+        groups = [{"params": [torch.zeros(1, requires_grad=True)], "lr": rate} for rate in rates]
+        optimizer = torch.optim.SGD(groups, lr=1.0)
+        optimizer.step()  # else a scheduler warns that nobody steps
+        scheduler = warmup_then_cosine(optimizer, steps=steps, warmup=warmup, end=end)
+        rise = steps // 10 if warmup is None else warmup
+        lowest = end * max(rates)
+        for step in range(steps + 1):
+            for rate, group in zip(rates, optimizer.param_groups, strict=True):
+                if step < rise:
+                    wanted = rate * (1 / rise + (1 - 1 / rise) * step / rise)
+                else:
+                    turn = math.cos(math.pi * (step - rise) / max(1, steps - rise))
+                    wanted = lowest + (rate - lowest) * (1 + turn) / 2
+                if abs(float(group["lr"]) - wanted) > 1e-12:
+                    raise NotEqual(
+                        f"the rate of the warm-up with a cosine is {group['lr']:g} in place of "
+                        f"{wanted:g}",
+                        where=f"step {step} of {steps}",
+                    )
+            scheduler.step()
 
 
 def _step_by(update: Update) -> Callable[[Optimizer], None]:

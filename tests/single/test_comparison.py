@@ -1,0 +1,52 @@
+"""single: recordings of runs that differ by rounding are equal, those of a wrong update are not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headway.verification.compare import compare
+from headway.verification.recording import Recording
+
+SIZE = 20_000
+
+
+def one_step(gradient: torch.Tensor, **options: float) -> Recording:
+    """A step of Adam from the same values."""
+    weight = torch.linspace(-0.4, 0.4, SIZE, dtype=torch.float64)
+    parameter = torch.nn.Parameter(weight.clone())
+    optimizer = torch.optim.Adam([parameter], **{"lr": 0.01, **options})
+    parameter.grad = gradient
+    optimizer.step()
+    tensors = {"1/gradient/w": gradient, "1/parameter/w": parameter.detach()}
+    return Recording(tensors, tuple(tensors), initial={"w": weight})
+
+
+@pytest.fixture
+def gradients():
+    """Of many magnitudes, some far below what the largest one leaves of a sum, and the same with
+    other rounding."""
+    draw = torch.Generator().manual_seed(3)
+    sizes = 10.0 ** (-12 * torch.rand(SIZE, generator=draw, dtype=torch.float64))
+    one = sizes * torch.randn(SIZE, generator=draw, dtype=torch.float64)
+    one[:50] = 0.0
+    rounding = torch.randn(SIZE, generator=draw, dtype=torch.float64) * 1e-16 * one.abs().max()
+    return one, one + rounding
+
+
+def test_adams_first_step_magnifies_the_rounding_of_small_gradients(gradients):
+    one, other = map(one_step, gradients)
+    apart = (one.tensors["1/parameter/w"] - other.tensors["1/parameter/w"]).abs().max()
+    assert apart > 1e-12 * one.tensors["1/parameter/w"].abs().max()  # or there is nothing to see
+    assert compare(one, other).equal
+
+
+def test_wrong_updates_are_no_rounding(gradients):
+    expected, given = one_step(gradients[0]), gradients[1]
+    for wrong in ({"eps": 1.001e-8}, {"weight_decay": 1e-9}, {"lr": 0.01 * (1 + 1e-9)}):
+        first = compare(expected, one_step(given, **wrong)).first
+        assert first is not None, wrong
+        assert first.kind == "parameter"
+    rounded = one_step(given)
+    rounded.tensors["1/parameter/w"][7000] *= 1 + 1e-9  # type: ignore[index]
+    assert not compare(expected, rounded).equal
