@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -34,17 +35,25 @@ SEED, STEPS = 3, 5
 
 
 class Scaled(nn.Module):
-    """A parameter of no dimension, one with fewer rows than ranks, blocks in a list."""
+    """A parameter of no dimension, one with fewer rows than ranks, blocks in a list.
 
-    def __init__(self):
+    Args:
+        gated: Which samples use the parameter of no dimension depends on them.
+    """
+
+    def __init__(self, gated=False):
         super().__init__()
+        self.gated = gated
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.enter = nn.Linear(6, 8)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
         self.leave = nn.Linear(8, 4)
 
     def forward(self, x):
-        x = self.enter(x) * self.scale
+        chosen = (x[:, :1] > 0) | (not self.gated)
+        x = self.enter(x)
+        if chosen.any():
+            x = torch.where(chosen, x * self.scale, x)
         for block in self.blocks:
             x = x + block(x)
         return self.leave(x)
@@ -55,6 +64,7 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
     "sum and count, tied": (Tied, Sentences, ignoring_a_word),
     "dropout": (WithDropout, Points, cross_entropy),
     "scaled": (Scaled, Points, cross_entropy),
+    "gated": (partial(Scaled, gated=True), Points, cross_entropy),
 }
 
 
@@ -102,6 +112,11 @@ def compare(case, ranks, *, batch=12, microbatch=None, length=40, zero=3, shards
 def test_it_is_the_serial_run(case, zero):
     """40 samples: the fourth batch has 4, so that with micro-batches of 2 some ranks idle."""
     compare(case, 3, zero=zero, microbatch=2, clip=0.5 if case == "mean" else None)
+
+
+def test_a_parameter_of_no_dimension_that_some_ranks_do_not_use():
+    """A sample per rank: in each step none uses it, or one rank, or both."""
+    compare("gated", 2, batch=2)
 
 
 @pytest.mark.parametrize("zero", sampled([1, 3], 1))

@@ -111,19 +111,20 @@ class ShardedState:
 
     def sum_whole(self, factor: float) -> None:
         """Sum the gradients of what is not sharded; collective."""
-        gradients = [p.grad for p in self.whole.values() if p.requires_grad]
-        if all(gradient is None for gradient in gradients):
+        parameters = [p for p in self.whole.values() if p.requires_grad]
+        if not parameters:
             return
-        # Every rank sends as many numbers, zero for a parameter that it did not use.
-        found = [torch.zeros(()) if g is None else g.cpu() for g in gradients]
-        # float64 for all: parameters of different types go in one message.
-        shared = torch.stack([g.double() for g in found]).to(self.mesh.device_type)
+        # Every rank sends as many numbers: zero for a parameter that it did not use, and whether
+        # it did. float64 for all: parameters of different types go in one message.
+        sums = [0.0 if p.grad is None else p.grad.item() for p in parameters]
+        users = [0.0 if p.grad is None else 1.0 for p in parameters]
+        shared = torch.tensor([sums, users], dtype=torch.float64, device=self.mesh.device_type)
         # Over one dimension of the mesh after the other, hence over all of its ranks.
         for group in self.mesh.get_all_groups():
             torch.distributed.all_reduce(shared, group=group)
-        for gradient, total in zip(gradients, shared, strict=True):
-            if gradient is not None:
-                gradient.copy_(total * factor)
+        for parameter, total, used in zip(parameters, *shared.tolist(), strict=True):
+            if used:  # by any rank: all make the same update, and none where none did
+                parameter.grad = torch.full_like(parameter, total * factor)
 
     @contextmanager
     def called(self) -> Iterator[None]:
