@@ -9,26 +9,27 @@ import resource
 import select
 import socket
 import struct
-import subprocess
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from headway.run.distributed.heartbeat_message import encode
-from support.commands import HEADWAY, environment, events, none_left, warm_variables
+from support.commands import events, headway_here, none_left
 from support.emulated import needs_root
 from support.fuzzing import TOKENS, batches
-from support.open_ports import beyond_the_loopback, listening_anywhere
-from support.patience import patient
+from support.open_ports import beyond_the_loopback, descendants, listening
 from support.sampling import sampled
 
 pytestmark = needs_root
 
 Place = tuple[str, int]
 TWO = 'nodes = 2\nbetween = { rate = "100 Mbit/s" }\n'
+# Of one rank with strangers against the same without.
+MOST_MIB = 16
 RECIPE = "support.recipes:trapped"
 HELLO = {"hello": 1, "rank": 1, "local_rank": 0, "node": 0, "host": "x", "machine": "", "pid": 1}
 
@@ -121,49 +122,98 @@ class Strangers:
             self._kept.pop().close()
 
 
-def few_files() -> None:
+def few_files(pid: int) -> None:
     """As in most shells, only smaller: callers who are kept would use these up."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))
+    with suppress(OSError):
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (400, 400))
+
+
+def resident_mib(pid: int) -> float:
+    """What a process holds in memory; 0 where it is gone."""
+    with suppress(OSError, IndexError):
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        return pages * resource.getpagesize() / 2**20
+    return 0.0
+
+
+class Company:
+    """Looks after the processes of a run, and lets strangers speak to them, on a thread.
+
+    Attributes:
+        most: MiB in memory of the largest process of the run at any time.
+    """
+
+    def __init__(self, strangers: Strangers, cases: Sequence[int]) -> None:
+        self.most = 0.0
+        self._strangers, self._numbers, self._left = strangers, iter(cases), len(cases)
+        self._limited: set[int] = set()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="strangers")
+
+    def __enter__(self) -> Company:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._strangers.leave()
+
+    @property
+    def said_all(self) -> bool:
+        return self._left == 0
+
+    def _run(self) -> None:
+        looked = 0.0
+        while not self._over.is_set():
+            if time.monotonic() - looked > (1.0 if len(self._strangers.places) > 4 else 0.05):
+                self._look()
+                looked = time.monotonic()
+            case = next(self._numbers, None) if self._strangers.places else None
+            if case is None:
+                self._over.wait(0.02)
+            else:
+                self._strangers.say(case)
+                self._left -= 1
+
+    def _look(self) -> None:
+        for pid in descendants(os.getpid()):
+            with suppress(OSError):
+                found = beyond_the_loopback(listening([pid]))
+                if found and pid not in self._limited:
+                    few_files(pid)
+                    self._limited.add(pid)
+                # Without messages nobody calls at all.
+                for place in found - self._strangers.places if self._left else ():
+                    self._strangers.greet(place)
+        self.most = max(self.most, *map(resident_mib, self._limited), 0.0)
 
 
 @pytest.mark.parametrize("words", sampled([(), ("--collective", "ring")], 1), ids=str)
 @pytest.mark.timeout(400)
 def test_strangers_on_every_port_change_nothing(tmp_path, words):
     cases = [case for batch in batches() for case in batch]
-    losses = {}
+    losses, most = {}, {}
     (tmp_path / "cluster.toml").write_text(TWO)
-    known, ports = crafted(tmp_path / "unpickled"), 0
-    for run in ("alone", "attacked"):
-        job = subprocess.Popen(
-            (*HEADWAY, "train", RECIPE, "-d", run, "--device", "cpu", "--emulate", "cluster.toml",
-             "--set", f"arguments.pause={len(cases) / 2500 if run == 'attacked' else 0}", *words),
-            cwd=tmp_path, env=environment(**warm_variables()), stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE, text=True, preexec_fn=few_files,
-        )  # fmt: skip
-        strangers = Strangers(known)
-        numbers, looked = iter(cases), 0.0
-        deadline = time.monotonic() + patient(150)
-        while run == "attacked" and job.poll() is None:
-            assert time.monotonic() < deadline, "the job does not end"
-            if time.monotonic() - looked > (1.0 if len(strangers.places) > 4 else 0.0):
-                for place in beyond_the_loopback(listening_anywhere(job.pid)) - strangers.places:
-                    strangers.greet(place)
-                looked = time.monotonic()
-            case = next(numbers, None) if strangers.places else None
-            if case is not None:
-                strangers.say(case)
-            elif strangers.places:
-                time.sleep(0.01)
-        err = job.communicate(timeout=patient(150))[1]
-        strangers.leave()
-        ports += len(strangers.places)
-        assert job.returncode == 0, err
+    strangers = Strangers(crafted(tmp_path / "unpickled"))
+    for run, messages in (("alone", []), ("attacked", cases)):
+        with Company(strangers, messages) as company:
+            done = headway_here(
+                "train", RECIPE, "-d", run, "--device", "cpu", "--emulate", "cluster.toml",
+                "--set", f"arguments.pause={len(messages) / 2500}", *words, cwd=tmp_path,
+            )  # fmt: skip
+        assert done.code == 0, done.err
+        assert company.said_all, "not every message was sent before the end"
         losses[run] = [event["loss"] for event in events(tmp_path / run, "step")]
-        assert {event["attempt"] for event in events(tmp_path / run, "step")} == {0}, err
+        assert {event["attempt"] for event in events(tmp_path / run, "step")} == {0}, done.err
         assert none_left(tmp_path / run)
+        most[run] = company.most
+    ports = len(strangers.places)
     assert ports >= 5, "the heartbeat and two groups of two ranks: not every port was found"
     assert strangers.heard, "nobody heard a stranger"
-    assert next(numbers, None) is None, "not every message was sent before the end"
     assert losses["attacked"] == losses["alone"]
     assert len(losses["alone"]) == 20
     assert not (tmp_path / "unpickled").exists()
+    grown = most["attacked"] - most["alone"]
+    print(f"{len(cases)} messages to each of {ports} ports; MiB of a rank: {most}")
+    assert grown < MOST_MIB, "strangers make a rank keep what they send"
