@@ -9,9 +9,40 @@ import pytest
 
 from headway.launch.local import launch_local
 from support import open_ports_entries as entries
-from support.open_ports import beyond_the_loopback, listening
+from support.commands import headway_here
+from support.open_ports import (
+    SocketWatch,
+    beyond_the_loopback,
+    listening,
+    reachable_sockets,
+)
+from support.sampling import sampled
 
 PRELOAD = ("pytest", "support.open_ports_entries")
+STAGES = ("stages=2", "pipeline.microbatches=2")
+SPEAKER, SEGMENTER = (f"support.split_recipes:{name}" for name in ("speaker", "segmenter"))
+FAMILIES = {
+    # Recipe, processes, what is set.
+    "data": ("", 2, ()),
+    "loaders": ("", 2, ("arguments.workers=2",)),
+    "compressed": ("", 2, ("exchange.compress='topk:0.1'",)),
+    "priority": ("", 2, ("exchange.priority=true",)),
+    "ring": ("", 2, ("exchange.collective='ring'",)),
+    "servers": ("", 2, ("exchange.collective='servers'",)),
+    "adasum": ("", 2, ("exchange.reduce='adasum'",)),
+    "zero 1": ("", 2, ("zero=1",)),
+    "zero 3": ("", 2, ("zero=3",)),
+    "hybrid shards": ("", 4, ("zero=3", "shards=2")),
+    "pipeline": ("", 2, STAGES),
+    "pipeline without shared memory": ("", 2, (*STAGES, "pipeline.shared_memory=false")),
+    "chimera": ("", 2, (*STAGES, "pipeline.schedule='chimera'")),
+    "pipeline x zero 3": ("", 4, (*STAGES, "zero=3")),
+    "tensor": (SPEAKER, 2, ("split.tensor=[2]",)),
+    "tensor x pipeline": (SPEAKER, 4, (*STAGES, "split.tensor=[2]")),
+    "spatial": (SEGMENTER, 2, ("split.spatial=[2]",)),
+    "sparse rows": ("support.recipes:sparse", 2, ()),
+    "verify": ("", 2, ("verify",)),
+}
 
 
 def test_a_listing_shows_what_listens_and_where():
@@ -41,3 +72,37 @@ def test_a_job_on_one_machine_listens_on_the_loopback_only(backend):
     assert [beyond_the_loopback(found) for found in seen] == [set(), set()]
     # The heartbeat of rank 0, which asks for the secret.
     assert [len(heard) for _, heard in results] == [1, 0]
+
+
+def test_sockets_that_others_reach_are_seen(tmp_path):
+    """What the test below rests on."""
+    own = os.getpid()
+    with (
+        socket.socket(socket.AF_UNIX) as abstract,
+        socket.socket(socket.AF_UNIX) as hidden,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams,
+    ):
+        abstract.bind(f"\0headway {own}")
+        (tmp_path / "x").mkdir(mode=0o700)
+        hidden.bind(str(tmp_path / "x" / "s"))
+        datagrams.bind(("", 0))
+        found = reachable_sockets(own)
+        assert f"unix @headway {own}" in found
+        assert f"udp ('0.0.0.0', {datagrams.getsockname()[1]})" in found
+        assert not any(str(tmp_path) in name for name in found)
+
+
+@pytest.mark.parametrize("family", sampled(list(FAMILIES), 1))
+def test_nobody_else_reaches_a_socket_of_any_plan(tmp_path, family):
+    """Neither other machines nor other users, as long as the run lasts."""
+    recipe, processes, settings = FAMILIES[family]
+    recipe, words = recipe or "support.recipes:trapped", [f"stop={8}", *settings]
+    command = ["train", recipe, "-d", "run", "--device", "cpu"]
+    if "verify" in words:
+        command, words = ["verify", recipe], []
+    sets = [word for setting in words for word in ("--set", setting)]
+    with SocketWatch() as watch:
+        done = headway_here(*command, "-n", str(processes), *sets, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert watch.reachable == set()
+    assert len(watch.watched) >= 2, "too few processes were seen to listen at all"

@@ -72,3 +72,22 @@ runpy.run_module("headway", run_name="__main__")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_what_others_have_put_there_is_neither_awaited_nor_removed(tmp_path, monkeypatch):
+    """A pipe that nobody writes to, a link to a note, a link to a folder, an endless file."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    note = abandoned_files._NOTE
+    for name in ("pipe", "note", "endless"):
+        (tmp_path / f"pymp-{name}").mkdir()
+    os.mkfifo(tmp_path / "pymp-pipe" / note)
+    target = tmp_path / "elsewhere"
+    target.mkdir()
+    note_of_a_dead_process(target, machine_identity())
+    (tmp_path / "pymp-note" / note).symlink_to(target / note)
+    (tmp_path / "pymp-folder").symlink_to(target)
+    (tmp_path / "pymp-endless" / note).symlink_to("/dev/zero")
+    there = sorted(path.name for path in tmp_path.iterdir())
+    remove_abandoned()
+    assert sorted(path.name for path in tmp_path.iterdir()) == there
+    assert (target / note).exists()

@@ -1,5 +1,6 @@
 """single: the text of the transformer workload: the split, the flat files, the samples."""
 
+import tempfile
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -194,3 +195,22 @@ def test_evenly_spaced_samples_reach_over_the_whole_source():
     assert few.read(range(4)).tolist() == [0, 25, 50, 75]
     everything = transformer.EvenlySpaced(Numbers(), 1000)
     assert everything.read(range(len(everything))).tolist() == list(range(100))
+
+
+@pytest.mark.parametrize("how", ["link", "writable"])
+def test_a_text_that_others_could_have_put_there_is_not_read(tmp_path, monkeypatch, library, how):
+    """In the folder for temporary files, where the name of ours is known."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = transformer.text_file("train", library=library, directory=tmp_path / "own")
+    monkeypatch.setattr(transformer, "cache_folders", lambda: (tmp_path / "headway-0",))
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    folder = tmp_path / "headway-0"
+    if how == "link":
+        folder.symlink_to(theirs)
+    else:
+        folder.mkdir()
+        folder.chmod(0o777)
+    (folder / own.name).write_bytes(b"x" * own.stat().st_size)
+    with pytest.raises(DataError, match="others can write there"):
+        transformer.text_file("train", library=library)

@@ -9,6 +9,7 @@ import ipaddress
 import os
 import select
 import socket
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -100,3 +101,62 @@ def answering(places: Iterable[tuple[str, int]], seconds: float = 0.3) -> set[tu
     for _, link in calls.values():
         link.close()
     return found
+
+
+def reachable_sockets(pid: int) -> set[str]:
+    """What others can speak to: from other machines over TCP and UDP, from other users of this one
+    over Unix sockets that are abstract or in a folder that they can enter."""
+    own = set(sockets_of(pid))
+    found = {f"tcp {place}" for place in beyond_the_loopback(listening([pid]))}
+    for name in ("udp", "udp6"):
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            address, _, port = fields[1].rpartition(":")
+            place = (_address(address), int(port, 16))
+            # 07: not connected; one that is hears its peer alone.
+            if fields[3] == "07" and fields[9] in own and beyond_the_loopback([place]):
+                found.add(f"udp {place}")
+    for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]:
+        # Number, references, protocol, flags, type, state, inode; a name only where it has one.
+        *_, inode, path = [*line.split(None, 7), ""][:8]
+        if path and inode in own and (path.startswith("@") or _may_enter(Path(path).parent)):
+            found.add(f"unix {path}")
+    return found
+
+
+def _may_enter(folder: Path) -> bool:
+    """Whether other users can reach what is in a folder."""
+    with suppress(OSError):
+        return all(part.stat().st_mode & 0o011 for part in (folder, *folder.parents))
+    return False
+
+
+class SocketWatch:
+    """Notes on a thread what `reachable_sockets` says of this process and all below it.
+
+    Attributes:
+        reachable: All that was seen.
+        watched: The processes that had any socket.
+    """
+
+    def __init__(self) -> None:
+        self.reachable: set[str] = set()
+        self.watched: set[int] = set()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="socket watch")
+
+    def __enter__(self) -> SocketWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(0.01):
+            for pid in descendants(os.getpid()):
+                with suppress(OSError):
+                    if listening([pid]):
+                        self.watched.add(pid)
+                    self.reachable |= reachable_sockets(pid)

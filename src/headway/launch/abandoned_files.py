@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import shutil
 import socket
+import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 from headway.run.distributed.launch_env import machine_identity
 
 _NOTE = "headway-launcher"
+_MOST_BYTES = 4096
 
 
 def claim(folder: Path) -> None:
@@ -30,12 +32,22 @@ def claim(folder: Path) -> None:
 def remove_abandoned() -> None:
     """Remove the directories of launchers of this machine and user that were killed."""
     machine = machine_identity()
-    for note in Path(tempfile.gettempdir()).glob(f"pymp-*/{_NOTE}") if machine else ():
+    for folder in Path(tempfile.gettempdir()).glob("pymp-*") if machine else ():
         with suppress(OSError, ValueError):
-            pid, start, where = note.read_text().split(" ", 2)
-            mine = note.stat().st_uid == os.getuid() and where == machine
-            if mine and _start(int(pid)) != start and not _in_use(note.parent):
-                shutil.rmtree(note.parent, ignore_errors=True)
+            # Whatever another user may have put there: links, and pipes that are never written to.
+            facts = folder.lstat()
+            if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
+                continue
+            pid, start, where = _noted(folder / _NOTE).split(" ", 2)
+            if where == machine and _start(int(pid)) != start and not _in_use(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _noted(note: Path) -> str:
+    with open(os.open(note, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError(f"{note} is no file")
+        return file.read(_MOST_BYTES).decode()
 
 
 def _start(pid: int) -> str:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import stat
 import sys
 import sysconfig
 import tempfile
@@ -123,11 +124,14 @@ def text_file(
     folders = cache_folders() if directory is None else (Path(directory),)
     # In all folders before any is written: the text may lie in the second one already.
     for folder in folders:
-        if _is_whole(folder / name, size):
+        if _is_safe(folder) and _is_whole(folder / name, size):
             return folder / name
     problems = []
     for folder in folders:
         try:
+            folder.mkdir(mode=0o700 if directory is None else 0o777, parents=True, exist_ok=True)
+            if not _is_safe(folder):
+                raise PermissionError(0, "it is a link, or others can write there")
             _write(folder / name, library, members, size)
         except OSError as error:
             problems.append(f"{folder}: {error}")
@@ -157,6 +161,19 @@ def cache_folders() -> tuple[Path, ...]:
     return home / caches.get(sys.platform, ".cache") / "headway", temporary
 
 
+def _is_safe(folder: Path) -> bool:
+    """Whether nobody else can have put a text there; in the temporary folder anybody may have made
+    a folder of this name."""
+    if folder.parent != Path(tempfile.gettempdir()) or not hasattr(os, "getuid"):
+        return True
+    try:
+        facts = folder.lstat()
+    except OSError:
+        return False
+    mine = stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid()
+    return mine and not facts.st_mode & 0o022
+
+
 def _is_whole(path: Path, size: int) -> bool:
     try:
         return path.stat().st_size == size
@@ -166,7 +183,6 @@ def _is_whole(path: Path, size: int) -> bool:
 
 def _write(path: Path, library: Path, members: Sequence[SourceFile], size: int) -> None:
     """Write beside `path` and rename; of several writers the last wins, with the same bytes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     aside = Path(name)
     try:
