@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -76,6 +76,42 @@ def test_an_end_without_a_report_is_no_success(reported, status):
     assert worker.exitcode == status
     assert worker.wait(0)
     worker.close()
+
+
+class Told(Exception):
+    pass
+
+
+@contextmanager
+def signalled():
+    yield
+    signal.raise_signal(signal.SIGTERM)
+
+
+@contextmanager
+def failing():
+    yield
+    raise Told
+
+
+@pytest.mark.parametrize("starting", [signalled, failing])
+def test_a_process_whose_start_is_interrupted_can_be_ended(starting):
+    def tell(*_):
+        raise Told
+
+    before = signal.signal(signal.SIGTERM, tell)
+    worker = WorkerProcess(FORK.Process(target=signal.pause), bool, starting)
+    try:
+        with pytest.raises(Told):
+            worker.start()
+        assert not worker.wait(0)
+        worker.send_signal(signal.SIGKILL)
+        assert worker.wait(patient(5))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        worker.kill()
+        worker.join()
+        worker.close()
 
 
 def test_a_signal_in_the_middle_of_a_start_comes_at_its_end():

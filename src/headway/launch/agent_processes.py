@@ -99,11 +99,12 @@ class WorkerProcess:
         # A worker that is sent one half of its arguments prints a traceback.
         with _signals_deferred(), self._starting():
             self._process.start()
-        # Process ids are used again; and multiprocessing knows nothing more of its processes if
-        # the forkserver is killed. File descriptors of processes exist on Linux only.
-        if hasattr(os, "pidfd_open"):
-            with suppress(ProcessLookupError):
-                self._descriptor = os.pidfd_open(self._process.pid)
+            # Before a signal is heard: a process without a descriptor is ended by nobody, and
+            # waited for at the exit. Process ids are used again; and multiprocessing knows nothing
+            # more of its processes if the forkserver is killed. Linux only.
+            if hasattr(os, "pidfd_open"):
+                with suppress(ProcessLookupError):
+                    self._descriptor = os.pidfd_open(self._process.pid)
 
     @property
     def exitcode(self) -> int | None:
