@@ -7,6 +7,7 @@ import socket
 
 import pytest
 
+from headway.channel.rendezvous import interface_address
 from headway.launch.local import launch_local
 from support import open_ports_entries as entries
 from support.commands import headway_here
@@ -93,8 +94,11 @@ def test_sockets_that_others_reach_are_seen(tmp_path):
 
 
 @pytest.mark.parametrize("family", sampled(list(FAMILIES), 1))
-def test_nobody_else_reaches_a_socket_of_any_plan(tmp_path, family):
-    """Neither other machines nor other users, as long as the run lasts."""
+def test_nobody_else_reaches_a_socket_of_any_plan(tmp_path, monkeypatch, family):
+    """Neither other machines nor other users, as long as the run lasts; also where the shell names
+    the interface for runs of several machines."""
+    others = [name for _, name in socket.if_nameindex() if interface_address(name)]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", others[-1])
     recipe, processes, settings = FAMILIES[family]
     recipe, words = recipe or "support.recipes:trapped", [f"stop={8}", *settings]
     command = ["train", recipe, "-d", "run", "--device", "cpu"]
@@ -105,4 +109,4 @@ def test_nobody_else_reaches_a_socket_of_any_plan(tmp_path, family):
         done = headway_here(*command, "-n", str(processes), *sets, cwd=tmp_path)
     assert done.code == 0, done.err
     assert watch.reachable == set()
-    assert len(watch.watched) >= 2, "too few processes were seen to listen at all"
+    assert watch.watched, "nothing was seen to listen: the watch is wrong"

@@ -163,6 +163,23 @@ def test_fuzz_the_port_of_the_heartbeat(cases):
         hub.stop()
 
 
+def test_a_signed_line_is_worth_nothing_a_second_time():
+    """Again, on another connection, for another job or attempt, and back to who has sent it."""
+    caller, called = (SignedLines(b"k", calls=calls) for calls in (True, False))
+    called.read(caller.greeting)
+    caller.read(called.greeting)
+    line = caller.write({"step": 1})
+    assert called.read(line) == ([{"step": "1"}], b"")
+    assert called.read(line) == ([], b"")
+    for key, greeting in ((b"k", caller.greeting), (b"other", caller.greeting), (b"k", None)):
+        other = SignedLines(key, calls=False)
+        other.read(other.greeting if greeting is None else greeting)
+        with pytest.raises(LineError):
+            other.read(line)
+    with pytest.raises(LineError):
+        caller.read(line)
+
+
 def test_a_flood_from_elsewhere_turns_no_rank_away():
     """A rank that has called and not yet proved who it is, as over a slow link."""
     listener = HeartbeatListener.open(socket.create_server(("127.0.0.1", 0)), "127.0.0.1")
@@ -201,7 +218,8 @@ def test_fuzz_notices(cases):
             unseal(text, b"secret", "x")
         _read_notice(read_object(text.decode(errors="replace")))
 
-    fuzz("notice", cases, [good.encode()], read)
+    kept = [b'{"at": [["101", 1e9992]], "token": "00ff"}']
+    fuzz("notice", cases, [good.encode()], read, kept=kept)
     assert unseal(seal(good, b"secret", "x"), b"secret", "x") == good
 
 

@@ -313,7 +313,7 @@ def _read_notice(notice: dict[str, Any]) -> tuple[list[Place], bytes]:
     try:
         places = [(str(a)[:_MOST_CHARACTERS], int(port) & 0xFFFF) for a, port in notice["at"]]
         return places[:_MOST_PLACES], bytes.fromhex(notice["token"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise RunError(
             "the other end of a channel does not say where it listens", why=f"{error!r}"
         ) from None

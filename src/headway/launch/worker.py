@@ -423,9 +423,11 @@ def _set_environment(job: Job) -> None:
             os.environ[name] = value
     os.environ[ATTEMPT] = str(job.attempt)
     os.environ["OMP_NUM_THREADS"] = str(job.threads)
-    # All ranks are on this machine: never depend on what its host name stands for.
-    if any(name == "lo" for _, name in socket.if_nameindex()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # All ranks are on this machine: never depend on what its host name stands for, and never listen
+    # at the interface that the shell names for runs of several machines.
+    named = set(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+    if named != {"lo"} and any(name == "lo" for _, name in socket.if_nameindex()):
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
 
 def _enter_node(job: Job) -> LaunchEnv:

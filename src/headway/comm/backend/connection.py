@@ -583,7 +583,7 @@ def _notice(
     try:
         places = [(str(host), int(port)) for host, port in found["at"]]
         return places, bytes.fromhex(found["token"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise RunError(
             f"rank {name} does not say where it listens", where="backend headway", why=f"{error!r}"
         ) from None
