@@ -19,16 +19,16 @@ table of frequent changes. Paths are below `src/headway/`.
 """
 
 
-def purpose(file: Path) -> str:
+def purpose(tree: ast.Module) -> str:
     """The first paragraph of a module's docstring, on one line."""
-    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    text = ast.get_docstring(tree) or ""
     return " ".join(text.split("\n\n", 1)[0].split())
 
 
-def definitions(file: Path) -> list[str]:
+def definitions(tree: ast.Module) -> list[str]:
     """The public classes, functions, constants and types that a module defines, in its order."""
     names: list[str] = []
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+    for node in tree.body:
         match node:
             case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
                 names.append(name)
@@ -41,8 +41,9 @@ def definitions(file: Path) -> list[str]:
 
 def entry(file: Path) -> str:
     """A module's item in the list."""
-    names = ", ".join(f"`{name}`" for name in definitions(file))
-    return f"- `{file.name}`: {purpose(file)}" + (f"\n  Defines {names}." if names else "")
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    names = ", ".join(f"`{name}`" for name in definitions(tree))
+    return f"- `{file.name}`: {purpose(tree)}" + (f"\n  Defines {names}." if names else "")
 
 
 def page() -> str:

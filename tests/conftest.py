@@ -7,6 +7,7 @@ run with the import of torch blocked.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -57,6 +58,18 @@ def pytest_configure(config: pytest.Config) -> None:
     if sampling.VARIABLE not in os.environ:  # a worker of xdist has the seed of its controller
         seed = config.getoption("--case-seed") or sampling.seed_of_today()
         os.environ[sampling.VARIABLE] = sampling.ALL if config.getoption("--all-cases") else seed
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Collecting makes a million objects that stay: to look for garbage among them again and again
+    takes a fifth of its time, and much of every later search.
+    """
+    gc.disable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

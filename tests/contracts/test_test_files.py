@@ -6,6 +6,7 @@ import ast
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,17 @@ def relative(path):
     return str(path.relative_to(TESTS))
 
 
+@cache
+def parsed(path):
+    """Once for all tests; they only read."""
+    return ast.parse(path.read_text())
+
+
+@cache
 def imported(path):
     """Every module that a file imports, anywhere in it."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -32,7 +40,7 @@ def imported(path):
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
 def test_the_first_line_says_what_the_file_needs(path):
-    docstring = ast.get_docstring(ast.parse(path.read_text()))
+    docstring = ast.get_docstring(parsed(path))
     assert docstring, "no docstring"
     need = docstring.partition(":")[0]
     assert need in NEEDS
@@ -52,8 +60,7 @@ def test_file_names_are_unique():
 
 def test_every_test_file_holds_tests():
     for path in FILES:
-        tree = ast.parse(path.read_text())
-        functions = [n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+        functions = [n.name for n in ast.walk(parsed(path)) if isinstance(n, ast.FunctionDef)]
         assert any(name.startswith("test_") for name in functions), relative(path)
 
 

@@ -29,6 +29,13 @@ def run(tmp_path):
     return write_run(tmp_path / "run")
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """(a run, the files of its report), which tests only read."""
+    run = write_run(tmp_path_factory.mktemp("written") / "run")
+    return run, write_report(run)
+
+
 def events(*rows):
     """Rows with the values that every event needs."""
     return [{"attempt": 0, "time": 1000.0 + i, **row} for i, row in enumerate(rows)]
@@ -228,8 +235,8 @@ class _Page(html.parser.HTMLParser):
         self.text.append(data)
 
 
-def test_the_page_is_self_contained_well_formed_and_escaped(run):
-    text = write_report(run).html.read_text()
+def test_the_page_is_self_contained_well_formed_and_escaped(written):
+    text = written[1].html.read_text()
     page = _Page(text)
     assert page.open == []
     assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
@@ -299,13 +306,14 @@ def test_the_text_of_the_facts_looks_as_it_did(run):
     check_golden("report/facts.txt", "\n".join(lines))
 
 
-def test_the_timeline_file_holds_all_traced_spans(run):
-    trace = json.loads(write_report(run).timeline.read_text())
+def test_the_timeline_file_holds_all_traced_spans(written):
+    trace = json.loads(written[1].timeline.read_text())
     assert sum(event["ph"] == "X" for event in trace["traceEvents"]) == 4 * 2 * 10
 
 
-def test_writing_twice_gives_the_same_bytes(run):
-    first = {f: f.read_bytes() for f in _files(run)} if write_report(run) else {}
+def test_writing_twice_gives_the_same_bytes(written):
+    run, _ = written
+    first = {f: f.read_bytes() for f in _files(run)}
     write_report(run)
     assert {f: f.read_bytes() for f in _files(run)} == first
     names = {path.name for path in first}
@@ -366,12 +374,13 @@ def test_writing_events_without_tensorboard_is_an_error_of_its_own(run, monkeypa
         write_tensorboard(read_history(run), run / "tensorboard")
 
 
-def test_tensorboard_reads_back_every_scalar(run):
+def test_tensorboard_reads_back_every_scalar(written):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
 
-    (path,) = write_report(run).tensorboard.iterdir()
+    run, files = written
+    (path,) = files.tensorboard.iterdir()
     assert "tfevents" in path.name
     loaded = [Event.FromString(raw) for raw in RawEventFileLoader(str(path)).Load()]
     assert loaded[0].file_version == "brain.Event:2"

@@ -606,10 +606,11 @@ def harm(schedule, tags):
     return None
 
 
-@pytest.mark.parametrize(("lowered", "number"), sampled([(False, 5000), (True, 5000)], 1))
-def test_random_corruptions_are_rejected_or_harmless(lowered, number):
+@pytest.mark.parametrize("lowered", [False, True])
+@pytest.mark.parametrize("seed", sampled(list(range(5)), 1))
+def test_random_corruptions_are_rejected_or_harmless(lowered, seed):
     """And little of what is harmless is rejected: only memory and the form of updates."""
-    draw = random.Random(3)
+    draw, number = random.Random(seed), 1000
     schedules = tables_to_corrupt(draw, lowered=lowered)
     outcomes = Counter()
     for _ in range(number):

@@ -88,15 +88,15 @@ class Ledger:
 
 
 def law(world, dtype, tolerance):
-    """100 steps; after 80 and 90 the state goes through a checkpoint into other buckets."""
+    """50 steps; after 40 and 45 the state goes through a checkpoint into other buckets."""
     route = make_route(world)
     for text in FEEDBACK:
         ledger = Ledger()
         buckets = Buckets(maker(text), CUTS["one"])
-        for step in range(100):
-            if step in (80, 90):
+        for step in range(50):
+            if step in (40, 45):
                 state = {k: v.clone() for k, v in buckets.state().items()}
-                buckets = Buckets(maker(text), CUTS["three" if step == 80 else "other"])
+                buckets = Buckets(maker(text), CUTS["three" if step == 40 else "other"])
                 buckets.restore(state)
                 for key, value in state.items():  # also before the first step after it
                     assert torch.equal(buckets.state()[key], value)

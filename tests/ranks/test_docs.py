@@ -4,7 +4,7 @@ A page is a script. `python` and `toml` blocks whose first line is a comment wit
 written to that file, other `python` blocks are executed. In `console` blocks the lines after "$ "
 are run by bash; what is printed below them must be among what they print, apart from numbers, and
 `...` stands for anything. A block after `<!-- not run: ... -->` is left alone. The session of the
-README is run by the commands that are installed, all other pages by commands of the warm process.
+README begins with the command that is installed; all else is run by commands of the warm process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -69,8 +69,10 @@ def commands(text: str) -> tuple[str, list[str]]:
     return "set -e\n" + "\n".join(script), shown
 
 
-def as_installed() -> dict[str, str]:
-    return {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+def as_installed(block: Block) -> Block:
+    """The block with the installed command in the first of its lines."""
+    path = f"PATH={Path(sys.executable).parent}{os.pathsep}$PATH"
+    return replace(block, text=block.text.replace("$ ", f"$ {path} ", 1))
 
 
 def run_console(text: str, folder: Path, variables: Mapping[str, str]) -> None:
@@ -83,13 +85,16 @@ def run_console(text: str, folder: Path, variables: Mapping[str, str]) -> None:
     assert not missing, f"{script}\nnot printed: {missing}\nprinted:\n{printed}"
 
 
-def run_page(page: Path, folder: Path, variables: Mapping[str, str] | None = None) -> int:
-    """Run all blocks of a page in a folder, by commands of the warm process unless told otherwise.
+def run_page(page: Path, folder: Path, *, installed: bool = False) -> int:
+    """Run all blocks of a page in a folder, by commands of the warm process.
+
+    Args:
+        installed: Whether the first command is the one that is installed.
 
     Returns:
         The number of blocks.
     """
-    variables = variables or warm_variables()
+    variables = warm_variables()
     count = 0
     for block in blocks(page):
         if not block.run:
@@ -97,7 +102,8 @@ def run_page(page: Path, folder: Path, variables: Mapping[str, str] | None = Non
         if block.file:
             (folder / block.file).write_text(block.text, encoding="utf-8")
         elif block.language == "console":
-            run_console(block.text, folder, variables)
+            run_console((as_installed(block) if installed else block).text, folder, variables)
+            installed = False
         elif block.language == "python":
             words = ("bash", "-c", 'exec python -c "$1"', "block", block.text)
             done = command(*words, cwd=folder, variables=variables)
@@ -117,7 +123,7 @@ def test_the_tutorial_runs_from_end_to_end(tmp_path):
 
 @pytest.mark.timeout(300)
 def test_the_readme_session_runs(tmp_path):
-    assert run_page(ROOT / "README.md", tmp_path, as_installed()) >= 2
+    assert run_page(ROOT / "README.md", tmp_path, installed=True) >= 2
 
 
 @pytest.mark.timeout(300)

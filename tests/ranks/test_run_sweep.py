@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from support.planned_models import RECIPES
+from support.ranks import warm_up
 from support.run_sweep import problems, request
 
 UNCAPTURED = "branching"  # its forward looks at numbers: there is no plan at all
@@ -14,4 +15,5 @@ UNCAPTURED = "branching"  # its forward looks at numbers: there is no plan at al
 @pytest.mark.parametrize("seed", range(len(RECIPES)))
 def test_what_is_said_of_a_plan_is_so(seed: int) -> None:
     if request(seed).name != UNCAPTURED:
-        assert [found for found in problems(seed, 2) if found[1]] == []
+        warm_up()
+        assert [found for found in problems(seed, 1) if found[1]] == []

@@ -235,25 +235,12 @@ class Branching(nn.Module):
 
 
 class InPlace(Branching):
-    """Changes a value that an earlier block has already read, by another name."""
-
-    def forward(self, x_BF: Tensor) -> Tensor:
-        hidden = self.enter(x_BF)
-        view = hidden[:, :4]
-        for one in self.blocks:
-            hidden = hidden + one(hidden)
-        view.sub_(2)
-        logits: Tensor = self.head(hidden + view.sum(1, keepdim=True))
-        return logits
-
-
-class InPlaceOf(Branching):
     """Changes a view of a value; the value itself is used again behind a block."""
 
     def forward(self, x_BF: Tensor) -> Tensor:
         first = self.enter(x_BF) * 1
         view = first[:, :4]
-        hidden = self.blocks[0](first.detach())
+        hidden = self.blocks[0](first.clone())
         view.mul_(2)
         for one in self.blocks[1:]:
             hidden = hidden + one(hidden)
@@ -409,8 +396,7 @@ RECIPES: dict[str, Recipe] = {
     "half frozen": _recipe(HalfFrozen),
     "unused": _recipe(WithUnused),
     "branching": _recipe(Branching),
-    "in place": _recipe(InPlaceOf),
-    "in place of a view": _recipe(InPlace),
+    "in place": _recipe(InPlace),
     "buffer of all": _recipe(Counted),
     "mode": _recipe(ModeDependent),
     "penalty": _recipe(Residual, loss=decayed_loss),
