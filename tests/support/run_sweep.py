@@ -107,6 +107,12 @@ def verify(name: str, plan: Plan) -> str:
 
 def problems(seed: int, most: int) -> Iterator[tuple[str, str]]:
     """(a plan and what is said of it, what is not so) of each plan of a request; "": all is."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of more processes than cores
+        yield from _problems(seed, most)
+
+
+def _problems(seed: int, most: int) -> Iterator[tuple[str, str]]:
     asked = request(seed)
     result = asked.result
     for point, said in offers(result, seed, most):
@@ -124,7 +130,6 @@ def problems(seed: int, most: int) -> Iterator[tuple[str, str]]:
 def main() -> None:
     first, last, *more = map(int, sys.argv[1:])
     logging.getLogger("headway").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
     warm_up()
     for seed in range(first, last):
         begin = perf_counter()
