@@ -1277,6 +1277,11 @@ def topk_of_halves() -> Recipe:
     )  # fmt: skip
 
 
+@case()
+def randomk_of_halves() -> Recipe:
+    return replace(topk_of_halves(), exchange=ExchangePlan(compress="randomk:0.1"))
+
+
 class Transposed(WithDropout):
     """Samples lie along the second dimension where dropout draws."""
 

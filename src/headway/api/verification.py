@@ -50,6 +50,9 @@ class EquivalenceResult:
         whole: With `whole`: what training runs leave behind ("trained", "resumed", "resumed with 1
             process", of a plan that keeps parts also "resumed from 1 process") with the serial run;
             of an inexact exchange training runs with it, too, with their replay.
+        own_precision: Two steps of data parallelism in the recipe's own precision with what one
+            process makes of them, within the bounds of rounding; None: not data parallelism, or
+            float64 is its own.
     """
 
     processes: int
@@ -59,12 +62,13 @@ class EquivalenceResult:
     delayed: bool = False
     failure: HeadwayError | None = None
     whole: Mapping[str, Comparison] = field(default_factory=dict)
+    own_precision: Comparison | None = None
 
     @property
     def holds(self) -> bool:
         """Equal to the serial run, and an inexact exchange to its replay."""
-        others = [*self.whole.values(), *([self.replay] if self.replay else [])]
-        return self.comparison.equal and all(other.equal for other in others)
+        others = [*self.whole.values(), self.replay, self.own_precision]
+        return self.comparison.equal and not any(map(_differs, others))
 
     @property
     def errors(self) -> dict[str, float | None]:
@@ -110,7 +114,11 @@ class VerificationResult:
         if wrong:
             if wrong[0].comparison.wrong:
                 raise _not_equal(wrong, self.steps)
-            raise _broken(wrong[0]) if _differs(wrong[0].replay) else _not_whole(wrong[0])
+            if _differs(wrong[0].replay):
+                raise _broken(wrong[0], wrong[0].replay, "with the inexact exchange")
+            if _differs(wrong[0].own_precision):
+                raise _broken(wrong[0], wrong[0].own_precision, "in the recipe's own precision")
+            raise _not_whole(wrong[0])
 
 
 def verify(
@@ -203,7 +211,7 @@ def _verify_split_runs(
     on_run: Callable[[EquivalenceResult], None] | None,
 ) -> tuple[EquivalenceResult, ...]:
     from headway.verification.compare import compare
-    from headway.verification.distributed_run import inexact_file, record_split
+    from headway.verification.distributed_run import inexact_file, narrow_file, record_split
     from headway.verification.recording import Recording
     from headway.verification.serial_run import cut_file, record_serial
 
@@ -227,12 +235,19 @@ def _verify_split_runs(
                 replay = _replayed(job, inexact, count) if inexact.exists() else None
             except HeadwayError as error:
                 raise failure or error from None
+            narrow = narrow_file(target)
             if failure is not None and comparison.equal and not _differs(replay):
                 # What was recorded before does not explain it.
-                raise _failed_alone(inexact, failure) if inexact.exists() else failure
+                alone = inexact.exists() and not narrow.exists()
+                raise _failed_alone(inexact, failure) if alone else failure
+            own = None
+            if narrow.exists() and comparison.equal and not _differs(replay):
+                own = _replayed(replace(job, narrow=True), narrow, count)
             ends = _whole_runs(job, count, pieces) if whole and not delayed and not failure else {}
             seconds = perf_counter() - start
-            verdict = EquivalenceResult(count, comparison, seconds, replay, delayed, failure, ends)
+            verdict = EquivalenceResult(
+                count, comparison, seconds, replay, delayed, failure, ends, own
+            )
             verdicts.append(verdict)
             if on_run is not None:
                 on_run(verdict)
@@ -450,17 +465,20 @@ def verdict_data(result: VerificationResult) -> list[dict[str, object]]:
 
 
 def _run_data(verdict: EquivalenceResult) -> dict[str, object]:
-    comparison, replay = verdict.comparison, verdict.replay
+    comparison, replay, own = verdict.comparison, verdict.replay, verdict.own_precision
+    # Equal to the emulation of its delays is not equal to the serial run.
+    exact = comparison.equal and not verdict.delayed and replay is None
+    first = comparison.first or (own and own.first)
     return {
         "processes": verdict.processes,
-        # Equal to the emulation of its delays is not equal to the serial run.
-        "equal": comparison.equal and not verdict.delayed and replay is None,
+        "equal": exact and not _differs(own),
         "law": verdict.law,
         "laws": None if replay is None else [str(one) for one in replay.wrong],
+        "own_precision": None if own is None else [str(one) for one in own.wrong],
         "tolerance": comparison.tolerance,
         "tensors": len(comparison.differences),
         "errors": {kind: error for kind, error in verdict.errors.items() if error is not None},
-        "first_difference": str(comparison.first) if comparison.first else None,
+        "first_difference": str(first) if first else None,
         "whole": {name: one.equal for name, one in verdict.whole.items()} or None,
         "seconds": verdict.seconds,
     }
@@ -488,14 +506,13 @@ def _then(verdict: EquivalenceResult) -> str:
     return f"\n  The run then ended: {verdict.failure.what}" if verdict.failure else ""
 
 
-def _broken(verdict: EquivalenceResult) -> NotEqual:
-    assert verdict.replay is not None
-    broken = [str(one) for one in verdict.replay.wrong]
+def _broken(verdict: EquivalenceResult, replay: Comparison | None, which: str) -> NotEqual:
+    assert replay is not None
+    broken = [str(one) for one in replay.wrong]
     return NotEqual(
-        "the run with the inexact exchange is NOT what one process makes of it; first difference: "
-        f"{broken[0]}",
+        f"the run {which} is NOT what one process makes of it; first difference: {broken[0]}",
         where=f"{verdict.processes} processes",
-        why=f"{len(broken)} of {len(verdict.replay.differences)} values differ, in the order of "
+        why=f"{len(broken)} of {len(replay.differences)} values differ, in the order of "
         "execution:\n  " + "\n  ".join(broken[:5]) + _then(verdict),
         fix="This is a mistake of headway; please report it with the plan.",
     )

@@ -8,6 +8,7 @@ error, what it has done before is recorded, and shows the tensor that was wrong 
 
 A plan whose exchange is inexact runs twice: with nothing compressed, to be equal to the serial run,
 and as it is, with what goes into and comes out of the buckets of every rank (`replay` compares it).
+All this is in float64; data parallelism makes two more steps so in the recipe's own precision.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic, sleep
 
+import torch.distributed as dist
 from torch import Tensor
 
-from headway.channel.facts import gather_facts
 from headway.comm.compress.state import STATE_PREFIX
 from headway.comm.lanes.buckets import Bucket, BucketNames
 from headway.comm.tuning.autotuning import AdaptiveExchange, BucketArrangement
@@ -39,7 +40,12 @@ from headway.run.step.randomness import build_model
 from headway.run.step.setup import recipe_plan
 from headway.run.strategy.training_state import TrainingState
 from headway.verification.exchange_recording import ExchangeRecorder, exchange_file
-from headway.verification.recording import Recorder, VerifyJob, build_training_state
+from headway.verification.recording import (
+    Recorder,
+    VerifyJob,
+    build_training_state,
+    recipe_and_plan,
+)
 from headway.verification.reference.recipes import check_plan
 from headway.verification.serial_run import save_cut
 
@@ -63,19 +69,43 @@ def record_in_world(world: World, job: VerifyJob, target: Path) -> None:
         check_plan(recipe, plan)
     world = on_two_nodes(world, plan)
     if plan.exchange.exact or world.ranks == 1:
-        _recorded(world, job, recipe, plan).save(target)
-        return
-    _recorded(world, job, recipe, uncompressed(plan)).save(target)
-    _recorded(world, job, recipe, plan).save(inexact_file(target))
+        _recorded(world, job, recipe, _in_float64(plan)).save(target)
+    else:
+        _recorded(world, job, recipe, _in_float64(uncompressed(plan))).save(target)
+        _recorded(world, job, recipe, _in_float64(plan)).save(inexact_file(target))
+    job = replace(job, narrow=True)
+    recipe, plan = recipe_and_plan(job, world.ranks)
+    if world.ranks > 1 and has_precision_law(recipe, plan):
+        _recorded(world, job, recipe, plan).save(narrow_file(target))
+
+
+def has_precision_law(recipe: Recipe, plan: Plan) -> bool:
+    """Whether each rank has the gradients of whole samples, which can be made again to the bit.
+
+    Where a rank holds a part of the model, of a sample or of the state, operators have other
+    shapes than in one process, and how their rounding differs no law says; nor by how much rounding
+    grows from level to level of Adasum. Where groups of ranks combine parameters among themselves,
+    only those of rank 0 are recorded.
+    """
+    alike = plan.data_degree == plan.ranks and not plan.memory.zero and not plan.split.ranks > 1
+    return (
+        recipe.precision != "float64"
+        and alike
+        and plan.exchange.values == "gradients"
+        and (plan.exchange.reduce != "adasum" or plan.ranks == 2)
+        and not any(part.ranks for part in plan.exchange.parts)
+        and all(p.is_cpu and not p.is_complex() for p in build_model(recipe).parameters())
+    )
 
 
 def _recorded(world: World, job: VerifyJob, recipe: Recipe, plan: Plan) -> RecordedRun:
-    trained = build_training_state(recipe, to_float64(build_model(recipe)))
+    model = build_model(recipe)
+    trained = build_training_state(recipe, model if job.narrow else to_float64(model))
     executor = Executor(
         trained.model,
         trained.optimizer,
         loss=recipe.loss,
-        plan=replace(plan, memory=replace(plan.memory, precision="float64")),
+        plan=plan,
         scheduler=trained.scheduler,
         clip=recipe.clip,
         seed=recipe.seed,
@@ -87,6 +117,11 @@ def _recorded(world: World, job: VerifyJob, recipe: Recipe, plan: Plan) -> Recor
 def inexact_file(target: Path) -> Path:
     """Where the run with the inexact exchange is recorded, beside that without it."""
     return target.with_suffix(".inexact.safetensors")
+
+
+def narrow_file(target: Path) -> Path:
+    """Where the run in the recipe's own precision is recorded, beside that in float64."""
+    return target.with_suffix(".narrow.safetensors")
 
 
 def uncompressed(plan: Plan) -> Plan:
@@ -194,7 +229,7 @@ class RecordedRun:
             self._crossing = _CrossingSteps(trained)
         crossing = self._crossing
         self._observer: ExchangeRecorder | None = None
-        if world.ranks > 1 and (crossing or not plan.exchange.exact):
+        if world.ranks > 1 and (crossing or job.narrow or not plan.exchange.exact):
             self._observer = ExchangeRecorder(
                 self._description, None if crossing is None else crossing.note
             )
@@ -225,7 +260,7 @@ class RecordedRun:
     def _checkpoint_exchange(self) -> None:
         """Save what compressors keep back, as a checkpoint does, and take it up; collective."""
         exchange = self._run.strategy.exchange
-        if self._observer is None or exchange is None or self._apart:
+        if self._observer is None or exchange is None or self._apart or self._job.narrow:
             return
         saved = self._run.strategy.exchange_state()
         if saved:
@@ -239,7 +274,7 @@ class RecordedRun:
         Args:
             ended: The run ended before it was over.
         """
-        if self._observer is not None and not self._plan.exchange.exact:
+        if self._observer is not None and (self._job.narrow or not self._plan.exchange.exact):
             self._observer.recording().save(exchange_file(target, self._world.rank))
         if self._world.rank == 0:
             self._recorder.recording(apart=self._apart, ended=ended).save(target)
@@ -299,7 +334,7 @@ class RecordedRun:
         exchange = self._run.strategy.exchange
         if exchange is None:
             return
-        if step - REARRANGED_AFTER in (1, 2):
+        if step - REARRANGED_AFTER in (1, 2) and not self._job.narrow:
             _rearrange(exchange, step - REARRANGED_AFTER)
         if self._observer is not None:
             self._observer.step = step
@@ -344,7 +379,8 @@ class RecordedRun:
         Args:
             everywhere: What one rank has, those that it exchanges it with must have.
         """
-        found_on = gather_facts(dict(sums))
+        found_on: list[Mapping[str, int]] = [{}] * self._world.ranks
+        dist.all_gather_object(found_on, sums)
         first: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
         apart: dict[str, str] = {}
         for rank, known in enumerate(found_on):

@@ -1,8 +1,9 @@
 """One step of the executor in the recipe's own precision, against the same step without it.
 
-Everything else is verified in float64, in which autocast, conversions of the data, and the
-arithmetic of optimisers in float32 never happen. On one rank and for one micro-batch executor and
-plain torch make the same operations, so that gradients are equal to the last bits also there.
+The serial run is in float64, in which autocast, conversions of the data, and the arithmetic of
+optimisers in float32 never happen; so are split runs but those of data parallelism. On one rank and
+for one micro-batch executor and plain torch make the same operations, so that gradients are equal
+to the last bits also there.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from headway.optim import WarmUp
 from headway.plans import Plan
 from headway.run.recipe.factory import load_recipe
 from headway.run.recipe.recipe import Recipe
-from headway.run.step.setup import check_components
+from headway.run.step.setup import check_components, recipe_plan
 from headway.run.strategy.training_state import TrainingState
 from headway.verification.reference.optimizers import (
     check_warm_up,
@@ -65,6 +65,8 @@ class VerifyJob:
         steps: Optimiser steps. They straddle the end of an epoch, so that a ragged last batch and
             the first batch of the next epoch are among them.
         whole: From the first sample on, as training begins, twice as many, with validations.
+        narrow: In the recipe's own precision, in which equality cannot be told from rounding; see
+            `replay`.
     """
 
     recipe: str | Recipe
@@ -73,6 +75,7 @@ class VerifyJob:
     plan: Plan | Path | None = None
     timeout_seconds: float = 120.0
     whole: bool = False
+    narrow: bool = False
 
     @property
     def validate_every(self) -> int:
@@ -88,13 +91,16 @@ class VerifyJob:
         which lets all updates land first."""
         if self.whole:
             return 2 * self.steps
+        if self.narrow:
+            return NARROW_STEPS
         plan = Plan.load(self.plan) if isinstance(self.plan, Path) else self.plan
         exchange = plan.exchange if plan is not None else recipe.exchange
         return max(self.steps, CROSSING_STEPS) if exchange and exchange.priority else self.steps
 
     def load(self) -> Recipe:
         """The recipe in float64, in which equality can be told from rounding."""
-        return replace(load_recipe(self.recipe, self.overrides), precision="float64")
+        recipe = load_recipe(self.recipe, self.overrides)
+        return recipe if self.narrow else replace(recipe, precision="float64")
 
     def start(self, recipe: Recipe, length: int) -> Cursor:
         """Where the recorded steps begin: so that the epoch ends one step before the last."""
@@ -160,8 +166,20 @@ class Recording:
 
 
 _BOUND, _INITIAL = "bound of ", "initial "
+NARROW_STEPS = 2
+"""So that what a compressor keeps back is used once."""
 CROSSING_STEPS = PROFILED_STEPS[-1] + 5
 """Least number of steps of a plan with priority."""
+
+
+def recipe_and_plan(job: VerifyJob, ranks: int) -> tuple[Recipe, Plan]:
+    """What is run, in the precision in which it is recorded: a plan that was given decides on the
+    recipe's own."""
+    recipe = job.load()
+    plan = recipe_plan(recipe, job.plan, ranks)
+    precision = plan.memory.precision if job.narrow else "float64"
+    plan = replace(plan, memory=replace(plan.memory, precision=precision))
+    return replace(recipe, precision=precision), plan
 
 
 class Recorder:

@@ -6,6 +6,11 @@ these `reference.exchanges` computes what must come out and what each rank must 
 did come out, all replicas make the update. So every link of a step is compared to rounding, and no
 rounding grows from step to step: an element that is sent in one run and kept in the other because
 two magnitudes differ in the last bit would otherwise make all further steps differ.
+
+The run in the recipe's own precision is made again likewise (`VerifyJob.narrow`). Each link then
+has the bound of its own rounding (`reference.rounding`): in units in the last place of its type, as
+many as numbers were added, and without direction where the exchange adds them. After each step the
+replicas go on from what the run has recorded, so that here, too, nothing grows.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.recipe.recipe import Recipe
 from headway.run.step.forward_pass import to_float64
 from headway.run.step.randomness import RandomDraws
-from headway.run.step.setup import recipe_plan
+from headway.run.strategy.training_state import TrainingState
 from headway.verification.exchange_recording import (
     RecordedBucket,
     RecordedExchange,
@@ -39,7 +44,9 @@ from headway.verification.recording import (
     VerifyJob,
     build_training_state,
     initial_values,
+    recipe_and_plan,
 )
+from headway.verification.reference import rounding
 from headway.verification.reference.batches import reference_batches
 from headway.verification.reference.draws import initial_model
 from headway.verification.reference.exchanges import (
@@ -69,8 +76,7 @@ def replay_files(target: Path) -> tuple[Path, Path]:
 
 def record_replay(_: LaunchEnv, job: VerifyJob, target: Path, *, ranks: int) -> None:
     """Make the run again that was recorded as `target`, with the exchanges of all its ranks."""
-    recipe = job.load()
-    plan = recipe_plan(recipe, job.plan, ranks)
+    recipe, plan = recipe_and_plan(job, ranks)
     exchanges = [RecordedExchange.load(exchange_file(target, rank)) for rank in range(ranks)]
     replay = Replay(recipe, plan, job, Recording.load(target), exchanges)
     replay.run()
@@ -121,13 +127,18 @@ class Replay:
         self._replicated = not plan.split.tensor and plan.mesh.degree(SPACE) == 1
         count = plan.ranks if self._replicated else 1
         self._replicas = [
-            build_training_state(recipe, to_float64(initial_model(recipe)), reference=True)
+            build_training_state(recipe, self._initial_model(), reference=True)
             for _ in range(count)
         ]
         self.expected.initial = initial_values(self._replicas[0].model)
         self._states: list[dict[str, Tensor]] = [{} for _ in exchanges]
         # Counted here: a compressor that does not count would draw the same numbers for ever.
         self._compressed: Counter[str] = Counter()
+        self._loss_size = 0.0
+
+    def _initial_model(self) -> nn.Module:
+        model = initial_model(self._recipe)
+        return model if self._job.narrow else to_float64(model)
 
     def run(self) -> None:
         """All steps that were recorded to their end."""
@@ -226,6 +237,7 @@ class Replay:
             together = [pair for own in micros for pair in own]
             found = [gradients_of(self._recipe, self._replicas[0].model, draws, together, samples)]
         counts = sum(count for _, count in found)
+        self._loss_size = sum(abs(one) for one, _ in found) / abs(counts)
         loss = torch.tensor(sum(one for one, _ in found) / counts, dtype=torch.float64)
         self._compare(step, "loss", "loss", loss)
         scale = samples / counts
@@ -244,6 +256,19 @@ class Replay:
             if kind == "gradient" and self._updates:
                 continue  # those that ranks have computed: compared as what went into the exchange
             self._compare_kind(step, kind, tensors)
+        if self._job.narrow:
+            for replica in self._replicas:
+                self._go_on_from(step, replica)
+
+    def _go_on_from(self, step: int, replica: TrainingState) -> None:
+        """Parameters and the optimiser's state as the run has recorded them."""
+        kinds = replica.tensors_by_kind()
+        with torch.no_grad():
+            for kind in ("parameter", "optimizer"):
+                for name, tensor in kinds[kind].items():
+                    recorded = self._recorded.tensors.get(f"{step}/{kind}/{name}")
+                    if recorded is not None and recorded.shape == tensor.shape:
+                        tensor.copy_(recorded)
 
     # -- what a step consists of -----------------------------------------------------------------
 
@@ -379,8 +404,23 @@ class Replay:
             reduce=self._plan.exchange.reduce,
             hierarchical=self._plan.exchange.collective == "hierarchical",
         )
-        self._compare_sums(inputs, expected_exchange(inputs), outs)
+        if self._job.narrow:
+            self._compare_narrow(inputs, outs)
+        else:
+            self._compare_sums(inputs, expected_exchange(inputs), outs)
         return outs
+
+    def _compare_narrow(self, inputs: BucketInputs, outs: Sequence[Tensor]) -> None:
+        bucket, dtype = inputs.bucket, outs[0].dtype
+        expected = rounding.expected_sums(inputs, dtype)
+        if expected is not None:
+            self._compare_sums(inputs, expected, outs)
+            return
+        total, limit = rounding.sent_and_kept(inputs, outs[0].double().numpy(), dtype)
+        for rank, out in zip(bucket.ranks, outs, strict=True):
+            key = f"{bucket.step}/exchange/{_named(bucket)} on rank {rank}, sent and kept"
+            self.expected.put(key, total, limit)
+            self.given.put(key, out)
 
     def _check_members(self, bucket: RecordedBucket) -> None:
         """Who exchanges a bucket, with what weight, and by which compressor, is the plan's choice.
@@ -417,9 +457,21 @@ class Replay:
         """One tensor of rank 0's recording."""
         key = f"{step}/{kind}/{name}"
         value = torch.view_as_real(expected) if expected.is_complex() else expected
-        self.expected.put(key, value)
+        self.expected.put(key, value, self._limit(step, kind, name, value))
         if key in self._recorded.tensors:
             self.given.put(key, self._recorded.tensors[key])
+
+    def _limit(self, step: int, kind: str, name: str, value: Tensor) -> Row | None:
+        """By how much a tensor may be off in the recipe's own precision."""
+        if not self._job.narrow:
+            return None
+        before = None
+        if kind == "parameter":
+            earlier = self._recorded.tensors.get(f"{step - 1}/{kind}/{name}")
+            before = self.expected.initial[name] if earlier is None else earlier
+        model = self._replicas[0].model
+        half = self._recipe.precision == "bfloat16"
+        return rounding.step_bound(kind, value, before, model, half=half, loss_size=self._loss_size)
 
     def _compare_shares(self, bucket: RecordedBucket, samples: int, own: Sequence[int]) -> None:
         """What each rank has put in: the gradients of its own share."""
@@ -433,24 +485,30 @@ class Replay:
                 parameter = named[name]
                 row = _row_of(parameter, factor)
                 key = f"{bucket.step}/share/{name} of rank {rank}"
-                self.expected.put(key, row)
+                limit = None
+                if self._job.narrow:
+                    micros = (
+                        len(self._plan.batch.microbatches(range(own[rank]))) if own[rank] else 0
+                    )
+                    limit = rounding.share_bound(row, named[name].dtype, micros)
+                self.expected.put(key, row, limit)
                 self.given.put(key, given[name])
 
     def _compare_sums(
         self, inputs: BucketInputs, expected: ExpectedExchange, outs: Sequence[Tensor]
     ) -> None:
         bucket = inputs.bucket
-        start = f"{bucket.step}/exchange/bucket {bucket.number} ({bucket.names[0]} ...)"
+        start = f"{bucket.step}/exchange/{_named(bucket)}"
         bound = expected.bound
         kept_bound = None
-        if "powersgd" in bucket.compress:
+        if "powersgd" in bucket.compress and not self._job.narrow:
             size = np.full_like(expected.out, np.inf if expected.free else 1.0)
             bound = kept_bound = size * FACTOR_TOLERANCE * (np.abs(expected.out).max() or 1.0)
             self._compare_feedback(inputs, outs[0], start)
         for rank, out in zip(bucket.ranks, outs, strict=True):
             self.expected.put(f"{start} on rank {rank}", expected.out, bound)
             self.given.put(f"{start} on rank {rank}", out)
-        if expected.bound is not None and expected.bound.any():
+        if expected.bound is not None and expected.bound.any() and not expected.directed:
             self._compare_mean(expected, outs[0], f"{start}, mean error")
         if any("node" in kept for kept in expected.kept):
             for number, row in node_residuals(inputs).items():
@@ -531,6 +589,10 @@ def _rows(bucket: RecordedBucket, row: Tensor) -> Iterator[tuple[str, Tensor]]:
         size = int(np.prod(shape))
         yield name, row[start : start + size]
         start += size
+
+
+def _named(bucket: RecordedBucket) -> str:
+    return f"bucket {bucket.number} ({bucket.names[0]} ...)"
 
 
 def _memory_order(parameter: Tensor) -> list[int]:

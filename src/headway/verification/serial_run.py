@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from math import isfinite
@@ -158,7 +159,7 @@ def _validation(recipe: Recipe, model: nn.Module) -> float:
         in_order=samples,
     ):
         for micro in share.micros:
-            value = recipe.loss(model, loss_inputs(micro))
+            value = recipe.loss(model, loss_inputs(micro, recipe))
             total, count = loss_sum(value, len(micro.positions))
             sums, counts = sums + float(total), counts + float(count)
     model.train()
@@ -172,8 +173,8 @@ def find_draws(recipe: Recipe, model: nn.Module, shares: Sequence[RankBatch]) ->
         NotEqual: The probe has changed something, or has found draws that are not there.
     """
     first = next(micro for share in shares for micro in share.micros)
-    data = loss_inputs(first)
-    with unchanged(model):
+    data = loss_inputs(first, recipe)
+    with unchanged(model), arithmetic(recipe):
         found = probe_random_draws(model, recipe.loss, data, resize_batch)
     if not found.doubts:
         check_sites(model, recipe.loss, data, found)
@@ -231,7 +232,8 @@ def gradients_of(
     for micro, start in micros:
         begin_draws(recipe.seed, start.epoch, start.position)
         with LogicalRandomness(sites, micro.positions, start.epoch).active():
-            value = recipe.loss(model, loss_inputs(micro))
+            with arithmetic(recipe):
+                value = recipe.loss(model, loss_inputs(micro, recipe))
             total, count = loss_sum(value, len(micro.positions))
             (total / samples).backward()
         sums, counts = sums + float(total.detach()), counts + float(count)
@@ -243,9 +245,15 @@ def loss_sum(value: Any, samples: int) -> tuple[Tensor, Tensor | float]:
     return value if isinstance(value, tuple) else (value * samples, float(samples))
 
 
-def loss_inputs(micro: MicroBatch) -> object:
-    """What a loss gets, in float64."""
-    return tree_map(_widened, micro.data)
+def loss_inputs(micro: MicroBatch, recipe: Recipe) -> object:
+    """What a loss gets: in float64, or as it was read."""
+    return tree_map(_widened, micro.data) if recipe.precision == "float64" else micro.data
+
+
+def arithmetic(recipe: Recipe) -> AbstractContextManager[Any]:
+    """In which a forward pass computes: autocast for bfloat16, else as its parameters are."""
+    half = recipe.precision == "bfloat16"
+    return torch.autocast("cpu", dtype=torch.bfloat16) if half else nullcontext()
 
 
 def _widened(value: Any) -> Any:

@@ -50,12 +50,15 @@ class ExpectedExchange:
             it keeps back.
         free: The result depends on directions that rounding decides (PowerSGD of a matrix whose
             rank is below its own): `out` is no more than one of several.
+        directed: A factor that all elements share was rounded, so that their errors have a common
+            direction.
     """
 
     out: Row
     bound: Row | None = None
     kept: list[dict[str, Row]] = field(default_factory=list)
     free: bool = False
+    directed: bool = False
 
 
 @dataclass(frozen=True)
@@ -227,7 +230,7 @@ def _float32_sum(coded: Sequence[Coded]) -> NDArray[np.float32]:
 # Compressors with error feedback: u = gradient + residual is sent in part, the rest is kept.
 
 
-def _residual(state: State, name: str, size: int, what: str = "residual") -> Row:
+def residual_of(state: State, name: str, size: int, what: str = "residual") -> Row:
     kept = state.get(f"{name}/{what}")
     found: Row = np.zeros(size) if kept is None else kept.double().flatten().numpy().copy()
     return found
@@ -251,10 +254,10 @@ def _by_layer(
         if not compression.compresses(shape):
             continue
         us = [
-            row[span] + _residual(state, name, prod(shape)) + stray.get(name, 0.0)
+            row[span] + residual_of(state, name, prod(shape)) + stray.get(name, 0.0)
             for row, state, stray in zip(inputs.rows, inputs.before, strays, strict=True)
         ]
-        theirs = [_residual(state, name, prod(shape)) for state in inputs.after]
+        theirs = [residual_of(state, name, prod(shape)) for state in inputs.after]
         parts = sent(name, us, theirs)
         total = np.zeros(prod(shape))
         for own, u, part in zip(kept, us, parts, strict=True):
@@ -392,17 +395,21 @@ def _randomk(inputs: BucketInputs) -> ExpectedExchange:
     compression = CompressionSpec.of(inputs.bucket.compress)
 
     def sent(name: str, us: Sequence[Row], kept: Sequence[Row]) -> list[Row]:
-        size = us[0].size
-        count = compression.kept(size)
-        borders = np.arange(count + 1) * size // count
-        widths = np.diff(borders)
-        random = draws(inputs.seed, name, inputs.steps).random(count)
-        offsets = np.minimum((random * widths).astype(int), widths - 1)
-        places = np.zeros(size, bool)
-        places[borders[:-1] + offsets] = True
+        places = random_places(inputs, name, us[0].size, compression.kept(us[0].size))
         return [np.where(places, u, 0.0) for u in us]
 
     return _by_layer(inputs, sent)
+
+
+def random_places(inputs: BucketInputs, name: str, size: int, count: int) -> NDArray[np.bool_]:
+    """One place in each of `count` intervals, the same on all ranks."""
+    borders = np.arange(count + 1) * size // count
+    widths = np.diff(borders)
+    random = draws(inputs.seed, name, inputs.steps).random(count)
+    offsets = np.minimum((random * widths).astype(int), widths - 1)
+    places = np.zeros(size, bool)
+    places[borders[:-1] + offsets] = True
+    return places
 
 
 def _sign(inputs: BucketInputs) -> ExpectedExchange:
@@ -411,7 +418,7 @@ def _sign(inputs: BucketInputs) -> ExpectedExchange:
         layers = [(name, prod(shape)) for name, _, shape in inputs.spans]
         # Of ranks that were more, and served parts: due now.
         strays = [
-            {name: _residual(state, name, size, "server") for name, size in layers}
+            {name: residual_of(state, name, size, "server") for name, size in layers}
             for state in inputs.before
         ]
         return _by_layer(inputs, _one_bit_each, strays)
@@ -443,7 +450,7 @@ def _sign_served(inputs: BucketInputs) -> ExpectedExchange:
     for (name, _, size), start in zip(layers, starts, strict=False):
         for rank, stray in enumerate(strays):
             # After a resumption: what another rank serves now is sent to it.
-            stray[name] = _residual(inputs.before[rank], name, size, "server")
+            stray[name] = residual_of(inputs.before[rank], name, size, "server")
             stray[name][_served(rank, part, start, size)] = 0.0
     found = _by_layer(inputs, _one_bit_each, strays)
     for (name, span, size), start in zip(layers, starts, strict=False):
@@ -453,7 +460,7 @@ def _sign_served(inputs: BucketInputs) -> ExpectedExchange:
             own = _served(rank, part, start, size)
             left = np.zeros(size)
             if own.start < own.stop:
-                served = total[own] + _residual(inputs.before[rank], name, size, "server")[own]
+                served = total[own] + residual_of(inputs.before[rank], name, size, "server")[own]
                 again[own] = _one_bit(served, _scale(served))
                 left[own] = served - again[own]
             found.kept[rank][f"{name}/server"] = left
@@ -477,7 +484,7 @@ def _powersgd(inputs: BucketInputs) -> ExpectedExchange:
             continue
         rows, columns = shape[0], prod(shape[1:])
         ms = [
-            (row[span] + _residual(state, name, prod(shape))).reshape(rows, columns)
+            (row[span] + residual_of(state, name, prod(shape))).reshape(rows, columns)
             for row, state in zip(inputs.rows, inputs.before, strict=True)
         ]
         saved = inputs.before[0].get(f"{name}/q")
@@ -511,8 +518,8 @@ def _hierarchical_topk(inputs: BucketInputs, *, sampled: bool) -> ExpectedExchan
     choose = bisected if sampled else largest
     for node in bucket.nodes:
         members = [place[rank] for rank in node]
-        u = np.sum([inputs.rows[m] + _whole_residual(inputs, m, inputs.before) for m in members], 0)
-        left = np.sum([_whole_residual(inputs, m, inputs.after) for m in members], 0)
+        u = np.sum([inputs.rows[m] + whole_residual(inputs, m, inputs.before) for m in members], 0)
+        left = np.sum([whole_residual(inputs, m, inputs.after) for m in members], 0)
         sent = np.zeros(size)
         for here in _shards(size, len(bucket.names), len(node)):
             if here.stop > here.start:
@@ -534,14 +541,16 @@ def _shards(size: int, flags: int, width: int) -> list[slice]:
     return [slice(min(a, size), min(b, size)) for a, b in pairwise(borders)]
 
 
-def _whole_residual(inputs: BucketInputs, rank: int, states: Sequence[State]) -> Row:
+def whole_residual(
+    inputs: BucketInputs, rank: int, states: Sequence[State], what: str = "residual"
+) -> Row:
     """A rank's residual of the whole bucket, from pieces "name/offset/residual"."""
     row = np.zeros(inputs.rows[0].size)
     starts = {name: span.start for name, span, _ in inputs.spans}
     for key, value in states[rank].items():
-        if not key.endswith("/residual"):
+        if not key.endswith(f"/{what}"):
             continue
-        name, offset = key.removesuffix("/residual"), 0
+        name, offset = key.removesuffix(f"/{what}"), 0
         inner, _, number = name.rpartition("/")
         if name not in starts and number.isdigit():
             name, offset = inner, int(number)
@@ -556,7 +565,7 @@ def node_residuals(inputs: BucketInputs) -> dict[int, Row]:
     place = {rank: number for number, rank in enumerate(inputs.bucket.ranks)}
     return {
         place[node[0]]: np.sum(
-            [_whole_residual(inputs, place[r], inputs.after) for r in node], axis=0
+            [whole_residual(inputs, place[r], inputs.after) for r in node], axis=0
         )
         for node in inputs.bucket.nodes
     }
@@ -609,13 +618,18 @@ def _adasum(inputs: BucketInputs) -> Row:
     return level[0]
 
 
+def adasum_factors(x: Row, y: Row) -> tuple[float, float]:
+    """The factors of both operands; 1 for one that is zero."""
+    dot, xx, yy = float(x @ y), float(x @ x), float(y @ y)
+    left = 1 - dot / (2 * xx) if xx > 1e-150 else 1.0
+    return left, 1 - dot / (2 * yy) if yy > 1e-150 else 1.0
+
+
 def _combined(a: Row, b: Row, layers: Sequence[slice]) -> Row:
     out = np.empty_like(a)
     for layer in layers:
         x, y = a[layer], b[layer]
-        dot, xx, yy = float(x @ y), float(x @ x), float(y @ y)
-        left = 1 - dot / (2 * xx) if xx > 1e-150 else 1.0
-        right = 1 - dot / (2 * yy) if yy > 1e-150 else 1.0
+        left, right = adasum_factors(x, y)
         out[layer] = left * x + right * y
     return out
 
