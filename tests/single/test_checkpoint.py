@@ -436,6 +436,17 @@ def test_an_empty_or_missing_directory_restores_nothing(tmp_path: Path):
     assert _restored(_store(tmp_path)) is None
 
 
+def test_what_an_interrupted_deletion_has_left_goes_when_the_run_begins_again(tmp_path: Path):
+    # The last save of all was interrupted after it counted: no other save follows.
+    store = _store(tmp_path)
+    _save(store, 4)
+    for name in ("step-00000002.removed.partial", "step-00000004.replaced.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "data").touch()
+    _assert_restores(_store(tmp_path), 4)
+    assert os.listdir(tmp_path) == ["step-00000004"]
+
+
 def test_retention_keeps_the_newest(tmp_path: Path):
     store = _store(tmp_path, keep=2)
     for step in (1, 2, 3, 4):

@@ -48,13 +48,18 @@ def committed_steps(directory: Path) -> list[int]:
 def begin(directory: Path, step: int) -> Path:
     """Make an empty directory to write into; what earlier attempts left half done is deleted."""
     directory.mkdir(parents=True, exist_ok=True)
-    # Saves of a run follow each other, so that every partial directory is a leftover.
-    for name in os.listdir(directory):
-        if _PARTIAL.fullmatch(name):
-            shutil.rmtree(directory / name)
+    remove_leftovers(directory)
     partial = partial_path(directory, step)
     partial.mkdir()
     return partial
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Delete what a save or a deletion that was interrupted has left."""
+    # Saves of a run follow each other, so that every partial directory is a leftover.
+    for name in os.listdir(directory) if directory.is_dir() else ():
+        if _PARTIAL.fullmatch(name):
+            shutil.rmtree(directory / name)
 
 
 def commit(directory: Path, manifest: Manifest) -> Path:

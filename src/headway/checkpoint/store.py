@@ -26,6 +26,7 @@ from headway.checkpoint.directory import (
     committed_steps,
     partial_path,
     read_manifest,
+    remove_leftovers,
     step_path,
 )
 from headway.checkpoint.format import Manifest, decode_facts, encode_facts
@@ -258,6 +259,8 @@ class CheckpointStore:
             CheckpointError: Reading failed.
         """
         self.wait()
+        if self.rank == 0:  # a run that is complete makes no other save, which would do it
+            remove_leftovers(self.directory)
         self.skipped = {}
         # Rank 0's list: the others may see a shared directory later, and must read the same one.
         for step in reversed(self._agree(self.steps())[0]):
