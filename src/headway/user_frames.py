@@ -28,6 +28,15 @@ def is_user_file(file: str) -> bool:
     return not file.startswith(_folders("stdlib", "platstdlib")) or _in_packages(file)
 
 
+def is_headway_file(file: str) -> bool:
+    """Whether a file is headway's own, and no model of the workloads."""
+    return file.startswith(_HEADWAY) and not file.startswith(_WORKLOADS)
+
+
+def is_torch_file(file: str) -> bool:
+    return file.startswith(_torch())
+
+
 def is_project_file(file: str) -> bool:
     """Whether a file is the user's own: besides, of no installed package or archive of modules."""
     return is_user_file(file) and not _in_packages(file) and not file.endswith(".zip")

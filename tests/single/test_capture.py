@@ -168,6 +168,31 @@ def test_frozen_parameters_and_buffers_are_told_apart():
     assert graph.flops == Work(forward=96)
 
 
+def test_an_empty_tensor_is_captured():
+    class Cached(nn.Module):  # as the keys of a cache that holds nothing yet
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            empty = x.new_empty(len(x), 0)
+            return torch.relu(torch.cat([empty, self.layer(x)], dim=1)) * 2
+
+    fused = fuse_light_operators(capture(Cached(), torch.zeros(3, 4)))
+    assert fused.flops.forward >= 96
+
+
+def test_windows_of_which_there_is_only_one_are_captured():
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.Conv2d(4, 8, 3, 2, 1), nn.ReLU(), nn.MaxPool2d(2, 2)
+    )
+    # 8, 4, 2, 1, and 12, 6, 3, 1: that all entries of the last are read is still known.
+    for size in (8, 12):
+        graph = capture(model, torch.zeros(2, 3, size, size))
+        graph.check()
+        fuse_light_operators(graph).check()
+
+
 def test_the_model_stays_as_it_is():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -296,8 +296,11 @@ def locate_axis(index: Dims, axis: str, sizes: Mapping[str, int]) -> tuple[int, 
 def common_factors(first: Sequence[int], second: Sequence[int]) -> list[int] | None:
     """The coarsest factors, slowest first, of which both groupings of one number consist.
 
-    [6, 4] and [2, 12] give [2, 3, 4]; [4, 6] and [3, 8] have none: None.
+    [6, 4] and [2, 12] give [2, 3, 4]; [4, 6] and [3, 8] have none: None. Nor has a dimension of an
+    empty tensor.
     """
+    if 0 in (*first, *second):
+        return None
     # Products from the fastest dimension on: where one of the groupings has a border.
     steps = {1}
     for group in (first, second):

@@ -13,6 +13,7 @@ finds alive while the operator runs, beside what is kept for backward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -172,7 +173,8 @@ def _unify_dimension(
     first = {axis.name: axis for axis in a.loops}
     second = {axis.name: axis for axis in b.loops}
     sizes = [first[n].size for n in dims[0]], [second[n].size for n in dims[1]]
-    factors = common_factors(*sizes)
+    # A window's loop counts results, not what it reads.
+    factors = common_factors(*sizes) if math.prod(sizes[0]) == math.prod(sizes[1]) else None
     if factors is None:
         return False
     fresh: list[str] = []

@@ -40,8 +40,8 @@ class TreeSpec:
     A dataclass with a class attribute `whole_in_messages` that is true is a constant.
 
     Attributes:
-        kind: "leaf", "constant", "tuple", "list", "dict", "named" (tuples with names) or "object"
-            (dataclasses).
+        kind: "leaf", "constant", "tuple", "list", "dict", "named" (tuples with names), "object"
+            (dataclasses) or "record" (dataclasses that are dicts, as outputs of `transformers`).
         keys: Of a dict, in its order; the fields of a dataclass.
         constant: What is neither a container nor a leaf, as it is.
         example: A dataclass of this type, without its fields.
@@ -69,7 +69,7 @@ class TreeSpec:
         known = isinstance(self.keys, tuple) and isinstance(self.parts, tuple)
         if not known or not all(isinstance(part, TreeSpec) for part in self.parts):
             return False
-        keyed = self.kind in ("dict", "object")
+        keyed = self.kind in ("dict", "object", "record")
         if keyed and len(self.keys) != len(self.parts):
             return False
         return _is_container(self) and all(part.possible for part in self.parts)
@@ -132,7 +132,7 @@ def _take_apart(
     inner: Sequence[Any] = value
     if kind == "dict":
         keys, inner = tuple(value), list(value.values())
-    elif kind == "object":
+    elif kind in ("object", "record"):
         keys = tuple(entry.name for entry in dataclasses.fields(value))
         inner = [getattr(value, key) for key in keys]
     parts = tuple(_take_apart(part, is_leaf, is_one, leaves) for part in inner)
@@ -149,7 +149,7 @@ def _kind(value: Any) -> str:
     if type(value) is list:
         return "list"
     if isinstance(value, dict):
-        return "dict"
+        return "record" if dataclasses.is_dataclass(value) else "dict"
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return "named"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -170,6 +170,8 @@ def _build(structure: TreeSpec, leaves: Iterator[Any]) -> Any:
             return kind(zip(structure.keys, parts, strict=True))
         case "named":
             return kind(*parts)
+        case "record":
+            return kind(**dict(zip(structure.keys, parts, strict=True)))
         case "object":
             return _like(structure.example, dict(zip(structure.keys, parts, strict=True)))
         case _:
@@ -185,6 +187,8 @@ def _is_container(structure: TreeSpec) -> bool:
             return kind is (tuple if structure.kind == "tuple" else list)
         case "dict":
             return issubclass(kind, dict)
+        case "record":
+            return issubclass(kind, dict) and dataclasses.is_dataclass(kind)
         case "named":
             return issubclass(kind, tuple) and len(getattr(kind, "_fields", ())) == len(
                 structure.parts

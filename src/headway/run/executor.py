@@ -11,10 +11,9 @@ global count, however the batch is split. `headway verify` proves it for a recip
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,6 +41,7 @@ from headway.run.step.batch import (
     spatial_loss,
     to_device,
 )
+from headway.run.step.double_precision import double_precision
 from headway.run.step.forward_pass import ForwardPass, autocast, float_dtype, to_float64
 from headway.run.step.randomness import (
     LogicalRandomness,
@@ -339,7 +339,8 @@ class Executor:
         for batch in batches:
             self._spare.note(batch)
             self.cut(batch)
-            with evaluating(self.model), torch.no_grad():
+            wide = double_precision(self.plan.memory.precision)
+            with evaluating(self.model), torch.no_grad(), wide:
                 # All ranks that share a sample have computed its loss: only one of them counts.
                 totals += sums(batch) * self.plan.counts(self.world.rank)
         self.world.sum(totals, f"validation of step {self.steps_done + 1}")
@@ -356,9 +357,10 @@ class Executor:
         Raises:
             PlanError: The model cannot be cut.
         """
-        self._sites = self.strategy.prepare(batch) or self._sites
+        with double_precision(self.plan.memory.precision):
+            self._sites = self.strategy.prepare(batch) or self._sites
 
-    @contextlib.contextmanager
+    @contextmanager
     def whole(self) -> Iterator[nn.Module]:
         """Inside, the model is whole on rank 0; collective.
 
@@ -408,8 +410,11 @@ class Executor:
         for instruction in program.instructions:
             if instruction.kind in self._before:
                 self._before[instruction.kind]()
+            computes = instruction.kind in _COMPUTING
+            wide = double_precision(self.plan.memory.precision) if computes else nullcontext()
             start = perf_counter()
-            self._handlers[instruction.kind](instruction)
+            with wide:
+                self._handlers[instruction.kind](instruction)
             times = offset + start, offset + perf_counter()
             self.record.note(instruction.kind, str(instruction), self.world.rank, times, node)
 
@@ -484,10 +489,10 @@ class Executor:
     def _prepare(self, data: Any) -> Any:
         return to_device(data, self.world.device, self._dtype)
 
-    def _arithmetic(self) -> contextlib.AbstractContextManager[Any]:
+    def _arithmetic(self) -> AbstractContextManager[Any]:
         return autocast(self.plan.memory.precision, self.world.device)
 
-    @contextlib.contextmanager
+    @contextmanager
     def _randomness(self, micro: MicroBatch, *, drawing: bool) -> Iterator[None]:
         """Inside, random draws are keyed by sample."""
         assert self._batch is not None
@@ -504,7 +509,7 @@ class Executor:
         if self._mode is None or self._mode_of is not micro:
             self._mode = LogicalRandomness(self._sites, micro.positions, start.epoch)
             self._mode_of = micro
-        with self._mode.active() if self._sites.forward else contextlib.nullcontext():
+        with self._mode.active() if self._sites.forward else nullcontext():
             yield
 
     def _probe(self, data: Any, loss: Loss | None = None) -> RandomDraws:
@@ -522,6 +527,8 @@ class Executor:
         return sites
 
 
+_COMPUTING = ("forward", "idle", "backward", "pipeline")
+"""Instructions that run the user's model."""
 _PLAIN = ("arm", "propose", "send", "receive", "adopt", "scale", "clip", "update",
           "settle", "release")  # fmt: skip
 """Instructions that need nothing but the gradients."""

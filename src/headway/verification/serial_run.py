@@ -33,6 +33,7 @@ from headway.run.recipe.batch_units import resolve_batch, stop_steps
 from headway.run.recipe.factory import load_recipe
 from headway.run.recipe.recipe import Recipe
 from headway.run.step.batch import resize_batch
+from headway.run.step.double_precision import double_precision
 from headway.run.step.forward_pass import to_float64
 from headway.run.step.randomness import (
     LogicalRandomness,
@@ -159,7 +160,8 @@ def _validation(recipe: Recipe, model: nn.Module) -> float:
         in_order=samples,
     ):
         for micro in share.micros:
-            value = recipe.loss(model, loss_inputs(micro, recipe))
+            with double_precision(recipe.precision):
+                value = recipe.loss(model, loss_inputs(micro, recipe))
             total, count = loss_sum(value, len(micro.positions))
             sums, counts = sums + float(total), counts + float(count)
     model.train()
@@ -174,10 +176,11 @@ def find_draws(recipe: Recipe, model: nn.Module, shares: Sequence[RankBatch]) ->
     """
     first = next(micro for share in shares for micro in share.micros)
     data = loss_inputs(first, recipe)
-    with unchanged(model), arithmetic(recipe):
+    with unchanged(model), arithmetic(recipe), double_precision(recipe.precision):
         found = probe_random_draws(model, recipe.loss, data, resize_batch)
     if not found.doubts:
-        check_sites(model, recipe.loss, data, found)
+        with double_precision(recipe.precision):
+            check_sites(model, recipe.loss, data, found)
     return found
 
 
@@ -231,7 +234,8 @@ def gradients_of(
     sums, counts = 0.0, 0.0
     for micro, start in micros:
         begin_draws(recipe.seed, start.epoch, start.position)
-        with LogicalRandomness(sites, micro.positions, start.epoch).active():
+        drawing = LogicalRandomness(sites, micro.positions, start.epoch).active()
+        with double_precision(recipe.precision), drawing:
             with arithmetic(recipe):
                 value = recipe.loss(model, loss_inputs(micro, recipe))
             total, count = loss_sum(value, len(micro.positions))

@@ -127,9 +127,10 @@ def axes_from_expression(call: OperatorCall, form: IndexExpression) -> OperatorA
     tensors = [*zip(outputs, call.outputs, strict=True), *zip(inputs, call.inputs, strict=True)]
     sizes = _sizes(tensors, form)
     _check_results(outputs, sizes, form)
-    gone = {name for name, size in sizes.items() if size == 1}
+    read = _read_through_windows(tensors, form)
+    gone = {name for name, size in sizes.items() if size == 1 and name not in read}
     return OperatorAxes(
-        loops=tuple(_loop(name, size, form) for name, size in sizes.items() if size != 1),
+        loops=tuple(_loop(name, size, form) for name, size in sizes.items() if name not in gone),
         inputs=tuple(_without(index, gone) for index in inputs),
         outputs=tuple(_without(index, gone) for index in outputs),
         linear=tuple(
@@ -137,6 +138,19 @@ def axes_from_expression(call: OperatorCall, form: IndexExpression) -> OperatorA
         ),
         added=tuple(call.roles.index(role) for role in form.added if role in call.roles),
     )
+
+
+def _read_through_windows(
+    tensors: Sequence[tuple[Dims, TensorSpec]], form: IndexExpression
+) -> set[str]:
+    """Axes with one result that is made of several entries: the last layers of a deep net."""
+    return {
+        name
+        for index, spec in tensors
+        for axes, size in zip(index, spec.shape, strict=True)
+        for name in axes
+        if size != 1 and name in form.axes and form.axes[name].window
+    }
 
 
 def _loop(name: str, size: int, form: IndexExpression) -> LoopAxis:

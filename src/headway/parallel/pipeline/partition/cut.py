@@ -26,6 +26,8 @@ from headway.capture.fake_tensors import is_fake
 from headway.errors import HeadwayError, PlanError
 from headway.parallel.fsdp import check_root_not_wrapped, reshard_stages
 from headway.parallel.pipeline.partition.stage_modules import (
+    ModelUnit,
+    balanced_partition,
     cut_at,
     cut_evenly,
     cut_units,
@@ -39,6 +41,7 @@ from headway.parallel.pipeline.partition.tracing import (
     has_hooks,
     preserve_model_state,
     trace_model,
+    without_caches,
 )
 from headway.parallel.stages import (
     MODEL_INPUT,
@@ -55,6 +58,10 @@ from headway.parallel.stages import (
 
 AGREEMENT_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """By type, relative to the largest element; 1e-2 for the others: sums in another order."""
+EVEN_ENOUGH = 1.25
+"""Largest stage over the mean, from which on units are not made smaller."""
+WORTH_A_LEVEL = 0.05
+"""By how much the largest stage must shrink for units of a deeper level."""
 
 
 def check_stages_match_model(stages: ModelStages, call: ModelCall) -> ModelStages:
@@ -285,7 +292,8 @@ def run_at_model_call(
     done: list[T] = []
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        done.append(do(ModelCall.of(args, kwargs)))
+        with without_caches(model):
+            done.append(do(ModelCall.of(args, kwargs)))
         # The rest of the loss would need an output that nobody has computed.
         raise StageCompleted
 
@@ -318,21 +326,29 @@ def check_loss(stages: ModelStages, loss: LossFunction, data: Any) -> ModelStage
 
 
 def trace_units(model: nn.Module, call: ModelCall, stages: int) -> Trace:
-    """The model traced at the coarsest level that has enough units.
+    """The model traced at the coarsest level whose units make stages of about even size.
 
     Raises:
-        PlanError: No level has.
+        PlanError: No level has as many units as stages.
     """
     deepest = max(_level(model, name) for name, _ in model.named_modules())
     most = 0
     closed: dict[str, str] = {}
+    best: tuple[float, Trace] | None = None
     # Coarse calls first: what happens inside of one need not be traceable.
     for level in range(1, deepest + 1):
         found = trace_model(model, call, _at_level(model, level))
-        units = [unit.name for unit in cut_units(found)]
-        if len(units) >= stages:
-            return found
+        units = cut_units(found)
         most, closed = max(most, len(units)), {**closed, **found.closed}
+        if len(units) < stages:
+            continue
+        largest = _largest_share(units, stages)
+        if best is None or largest < best[0] * (1 - WORTH_A_LEVEL):
+            best = largest, found
+        if largest * stages <= EVEN_ENOUGH:
+            break
+    if best is not None:
+        return best[1]
     raise PlanError(
         f"{type(model).__name__} cannot be cut into {stages} stages",
         problems=[
@@ -341,6 +357,14 @@ def trace_units(model: nn.Module, call: ModelCall, stages: int) -> Trace:
         ],
         fix=f"Use {max(most, 1)} stages or fewer.",
     )
+
+
+def _largest_share(units: Sequence[ModelUnit], stages: int) -> float:
+    """What the largest stage of an even cut holds of all parameters."""
+    starts = balanced_partition([unit.parameters for unit in units], stages)
+    ends = [*starts[1:], len(units)]
+    sizes = [sum(u.parameters for u in units[a:b]) for a, b in zip(starts, ends, strict=True)]
+    return max(sizes) / max(sum(sizes), 1)
 
 
 def _finish(found: Trace, choose: Callable[[Trace], list[int]], relay: bool) -> ModelStages:

@@ -360,7 +360,8 @@ class _NodeFacts:
             return True
         if node.op not in ("call_function", "call_method") or node.target is check_branch:
             return False
-        if called_module(node) or mutated_argument(node, self.trace) is not None:
+        victim = mutated_argument(node, self.trace)
+        if called_module(node) or (victim is not None and not victim.meta.get("copied")):
             return False
         if not all(self._may_be_copied(n) or self.is_setting(n) for n in node.all_input_nodes):
             return False
@@ -425,6 +426,9 @@ class _StageBuilder:
             for n in node.all_input_nodes
             if self._is_elsewhere(n) and not nodes.is_small(n)
         }
+        # Sizes are made of sizes: without a memory, each would be followed anew on every way to it.
+        self._derivable: dict[fx.Node, bool] = {}
+        self._collected: set[fx.Node] = set()
         for node in self._own:
             self._collect(node)
 
@@ -446,12 +450,17 @@ class _StageBuilder:
     def _can_derive(self, node: fx.Node) -> bool:
         """Whether a size can be computed from what enters the stage anyway."""
         nodes = self._nodes
-        return nodes.is_small(node) and all(
-            n in self._entering or nodes.free(n) or nodes.is_setting(n) or self._can_derive(n)
-            for n in node.all_input_nodes
-        )
+        if node not in self._derivable:
+            self._derivable[node] = nodes.is_small(node) and all(
+                n in self._entering or nodes.free(n) or nodes.is_setting(n) or self._can_derive(n)
+                for n in node.all_input_nodes
+            )
+        return self._derivable[node]
 
     def _collect(self, node: fx.Node) -> None:
+        if node in self._collected:
+            return
+        self._collected.add(node)
         for n in node.all_input_nodes:
             way = self._way(n)
             if way == "take":

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import operator
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -105,8 +106,13 @@ class ExampleValues:
         self._values: dict[fx.Node, Any] = {}
         self._draws: set[fx.Node] = set()
         self._open = False
+        self._made: dict[int, weakref.ref[Tensor]] = {}
         self.busy = False
         self.constants: dict[str, Any] = {}
+
+    @property
+    def is_open(self) -> bool:
+        return self._open
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -117,6 +123,24 @@ class ExampleValues:
                 yield
             finally:
                 self._open = False
+
+    def note(self, tensor: Tensor) -> None:
+        """A tensor that was made while a value was computed."""
+        self._made[id(tensor)] = weakref.ref(tensor)
+
+    def check_not_collected(self, values: Any) -> None:
+        """Refuse tensors that were made while a value was computed, and are no part of the trace.
+
+        Raises:
+            TraceError: There is one.
+        """
+        for leaf in flatten(values, lambda _: False)[0]:
+            found = None if isinstance(leaf, fx.Proxy) else self._made.get(id(leaf))
+            if found is not None and found() is leaf:
+                raise fx.proxy.TraceError(
+                    "it uses a tensor that a hook has collected inside of a module (hidden states, "
+                    "attentions or router logits, say), which a graph would not"
+                )
 
     def forget(self) -> None:
         # Placeholders stay: nothing could compute them again.
@@ -220,6 +244,23 @@ def _random_states() -> list[Tensor]:
     return states
 
 
+@contextmanager
+def without_caches(model: nn.Module) -> Iterator[None]:
+    """Models of `transformers` do not collect keys and values for generation in here.
+
+    Nobody reads them in training, and one object that all blocks fill would tie them together.
+    """
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    used = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
+    for config in used:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in used:
+            config.use_cache = True
+
+
 # The model's forward as a graph of calls, recorded with torch.fx; the model is not changed.
 
 
@@ -227,9 +268,9 @@ IsLeaf = Callable[[str, nn.Module], bool]
 _DATA_DEPENDENT_READS = {"item", "tolist", "numpy", "nonzero", "equal", "allclose", "is_nonzero"}
 _FACTORY_FUNCTIONS = (
     torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand,
-    torch.randint, torch.randn, torch.randperm, torch.tensor, torch.zeros,
+    torch.randint, torch.randn, torch.randperm, torch.tensor, torch.zeros, torch.finfo, torch.iinfo,
 )  # fmt: skip
-"""They make tensors of sizes, and do not ask whether a size is a value of a graph."""
+"""They make something of sizes and types, and do not ask whether these are values of a graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,8 +397,17 @@ class TracedValue(fx.Proxy):
 
     tracer: _Tracer
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The example's, so that `isinstance(x, Tensor)` in a model's code holds here, too."""
+        return self.tracer.type_of(self)
+
     def __getattr__(self, name: str) -> TracedAttribute:
+        self.tracer.check_attribute(self, name)
         return TracedAttribute(self, name)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.tracer.change(self, "call_function", set_item_, (key, value), {})
 
     def __len__(self) -> int:
         return int(self.tracer.decide(self.tracer.create_proxy("call_function", len, (self,), {})))
@@ -378,6 +428,17 @@ class TracedValue(fx.Proxy):
 
 class TracedAttribute(TracedValue, Attribute):
     """An attribute of a value, or a method that is about to be called."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.attr.endswith("_") and not self.attr.endswith("__"):
+            return self.tracer.change(self.root, "call_method", self.attr, args, kwargs)
+        return super().__call__(*args, **kwargs)
+
+
+def set_item_(target: Any, key: Any, value: Any) -> Any:
+    """`target[key] = value` as a call that returns what it has changed."""
+    target[key] = value
+    return target
 
 
 class _Tracer(fx.Tracer):
@@ -431,7 +492,7 @@ class _Tracer(fx.Tracer):
         self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         # fx has patched the call of every module; those for an example are no part of the graph.
-        if self._examples.busy:
+        if self._examples.busy or not self._is_of_the_model(m):
             return forward(*args, **kwargs)
         name = self.path_of_module(m)
         if self.is_leaf_module(m, name):
@@ -449,30 +510,37 @@ class _Tracer(fx.Tracer):
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def create_arg(self, a: Any) -> Any:
+        if isinstance(a, fx.Proxy):  # before all questions for a type, as it answers for another
+            return a.node
         if isinstance(a, nn.Module):  # of torch.utils.checkpoint: the module that is run again
             node = self.create_node("get_attr", self.path_of_module(a), (), {})
             node.meta["module"] = True
             return node
         if isinstance(a, Tensor) and not isinstance(a, nn.Parameter):
             return self.create_node("get_attr", self._name_of(a), (), {})
-        if isinstance(a, dict) and type(a) is not dict:
-            return self._dictionary(a)
+        if (isinstance(a, dict) and type(a) is not dict) or (
+            is_dataclass(a) and not isinstance(a, type)
+        ):
+            return self._container(a)
         return super().create_arg(a)
 
-    def _dictionary(self, value: Any) -> fx.Node:
-        """Of a class of its own, such as the outputs of `transformers`: fx would make a plain dict
-        of it."""
-        kind = type(value)
-        if is_dataclass(value):
-            made = {field.name: getattr(value, field.name) for field in fields(value)}
-            return self.create_node("call_function", kind, (), self.create_arg(made))
+    def _container(self, value: Any) -> fx.Node:
+        """Of a class of its own, such as the outputs of `transformers`: fx would make something
+        else of it, or call a constructor that does more than keep what it is given."""
+        leaves, structure = flatten(value, lambda leaf: isinstance(leaf, fx.Proxy))
         try:
-            kind(dict(value))
+            structure.rebuild([None] * len(leaves))
         except Exception:
             raise fx.proxy.TraceError(
-                f"it makes a {kind.__name__}, which cannot be built from a dict"
+                f"it makes a {type(value).__name__}, which cannot be built from its parts"
             ) from None
-        return self.create_node("call_function", kind, (self.create_arg(dict(value)),), {})
+
+        def build_container(*parts: Any) -> Any:
+            return structure.rebuild(parts)
+
+        return self.create_node(
+            "call_function", build_container, tuple(self.create_arg(leaf) for leaf in leaves), {}
+        )
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         if _modes() != self._modes and kind != "output":
@@ -483,6 +551,36 @@ class _Tracer(fx.Tracer):
         node = super().create_node(kind, *args, **kwargs)
         node.meta["where"] = user_line()
         return node
+
+    # -- changes in place --------------------------------------------------------------------
+
+    def change(
+        self, victim: fx.Proxy, kind: str, target: Any, args: tuple[Any, ...], kwargs: Any
+    ) -> fx.Proxy:
+        """Record a call that changes a value in place; from here on the value is its result.
+
+        So whoever uses the value later depends on the change. What is made of the inputs alone (the
+        labels moved by one) is copied first: each stage can then make it for itself.
+        """
+        if self._is_input_alone(victim.node):
+            copy = self.create_proxy("call_method", "clone", (victim,), {})
+            copy.node.meta["copied"] = True
+            result = self.create_proxy(kind, target, (copy, *args), kwargs)
+        else:
+            result = self.create_proxy(kind, target, (victim, *args), kwargs)
+        victim.node = result.node
+        return result
+
+    def _is_input_alone(self, node: fx.Node) -> bool:
+        seen = {node}
+        waiting = [node]
+        while waiting:
+            node = waiting.pop()
+            if node.op in ("call_module", "get_attr"):
+                return False
+            waiting += [n for n in node.all_input_nodes if n not in seen]
+            seen.update(node.all_input_nodes)
+        return True
 
     # -- decisions ---------------------------------------------------------------------------
 
@@ -513,8 +611,29 @@ class _Tracer(fx.Tracer):
         self.create_node("call_function", check_branch, (obj.node, value, user_line()), {})
         return value
 
+    def type_of(self, obj: fx.Proxy) -> type:
+        """Of the example; the proxy's own where there is no example to ask."""
+        if self._examples.busy or not self._examples.is_open:
+            return type(obj)
+        return type(self._examples.value(obj.node))
+
+    def check_attribute(self, obj: fx.Proxy, name: str) -> None:
+        """Let `hasattr` answer as for the example.
+
+        Raises:
+            AttributeError: The example has no such attribute.
+        """
+        # Nearly all attributes are a tensor's: only for the others an example is computed.
+        if not hasattr(Tensor, name) and self._examples.is_open:
+            getattr(self._examples.value(obj.node), name)
+
+    def _is_of_the_model(self, module: nn.Module) -> bool:
+        """A module that a forward has just made (a criterion) is followed as code is."""
+        return any(module is own for own in self.root.modules())
+
     def _name_of(self, tensor: Tensor) -> str:
         """Of a tensor that is no parameter: of the module that holds it, or a new one."""
+        self._examples.check_not_collected(tensor)
         if tensor.requires_grad:
             raise fx.proxy.TraceError("it uses a parameter that belongs to no module")
         known = [name for name, held in self.constants.items() if held is tensor]
@@ -536,11 +655,16 @@ class _Creations(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        keywords = kwargs or {}
+        keywords, examples = kwargs or {}, self._tracer._examples
+        if not examples.busy:
+            examples.check_not_collected((args, keywords))
         result = func(*args, **keywords)
+        if examples.busy and isinstance(result, Tensor):
+            examples.note(result)
         # A function of a traced value returns a traced value; this tensor was made of none.
         if (
-            self._tracer._examples.busy
+            examples.busy
+            or isinstance(result, fx.Proxy)
             or not isinstance(result, Tensor)
             or is_tensor_method_or_property(func)
         ):
