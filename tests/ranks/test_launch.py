@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from headway.errors import DataError, Stalled, UsageError, WorkerFailed
-from headway.launch.agent_processes import WorkerProcess
+from headway.launch.agent_processes import WorkerProcess, Workers
 from headway.launch.forkserver import forkserver_status
 from headway.launch.local import launch_local
 from headway.launch.restart_policy import RestartPolicy
@@ -233,6 +234,20 @@ def test_a_signal_while_the_agent_makes_its_files_leaves_none(monkeypatch, tmp_p
     assert "pytorch-errorfile-" in made[0]
     assert list(tmp_path.iterdir()) == []
     assert tempfile.gettempdir() == str(tmp_path)
+
+
+def test_a_second_signal_while_the_first_one_is_put_in_order(monkeypatch):
+    ended = Workers.end_stopped_workers
+
+    @contextmanager
+    def interrupted(self, seconds):
+        with ended(self, seconds):
+            yield
+        # By the handler that torch has set, and not in the agent any more.
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Workers, "end_stopped_workers", interrupted)
+    assert launch(entries.alone).stopped_by == "SIGINT"
 
 
 @pytest.mark.slow

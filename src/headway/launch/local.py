@@ -87,33 +87,35 @@ def run_attempt(
     unborn = False
     job = replace(job, forkserver=forkserver_pid())
     workers = Workers(job.outbox, job.attempt, processes, job.threads)
-    with (
-        _agent_contained(),
-        workers.given_to_agent(),
-        workers.end_stopped_workers(stopped_seconds),
-    ):
-        config = _config(job, processes, shutdown_seconds)
-        try:
-            elastic_launch(config, run_worker)(job)
-        except SignalException as error:
-            stop = error.sigval.name
-        except ChildFailedError as error:
-            statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            messages = {rank: _kept(failure) for rank, failure in error.failures.items()}
-        # Ctrl-C before the agent has installed its own handlers.
-        except KeyboardInterrupt:
-            stop = "SIGINT"
-        # Of multiprocessing, while it starts a worker.
-        except (EOFError, ConnectionError) as error:
-            status = forkserver_status(_DEATH_SECONDS)
-            if status is not None and status >= 0:
-                raise RunError(
-                    "the workers could not be started",
-                    why="The process that they are forked from has ended "
-                    f"({type(error).__name__}).",
-                    fix="Its message is above: usually a module fails while it is imported.",
-                ) from error
-            unborn = True
+    try:
+        with (
+            _agent_contained(),
+            workers.given_to_agent(),
+            workers.end_stopped_workers(stopped_seconds),
+        ):
+            config = _config(job, processes, shutdown_seconds)
+            try:
+                elastic_launch(config, run_worker)(job)
+            except ChildFailedError as error:
+                statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
+                messages = {rank: _kept(failure) for rank, failure in error.failures.items()}
+            # Of multiprocessing, while it starts a worker.
+            except (EOFError, ConnectionError) as error:
+                status = forkserver_status(_DEATH_SECONDS)
+                if status is not None and status >= 0:
+                    raise RunError(
+                        "the workers could not be started",
+                        why="The process that they are forked from has ended "
+                        f"({type(error).__name__}).",
+                        fix="Its message is above: usually a module fails while it is imported.",
+                    ) from error
+                unborn = True
+    # Around all of it: a second signal may come while what watched the workers is put away.
+    except SignalException as error:
+        stop = error.sigval.name
+    # Ctrl-C before the agent has installed its own handlers.
+    except KeyboardInterrupt:
+        stop = "SIGINT"
     # The agent tells the status of one dead worker, and not always of the first.
     by_pid = workers.statuses()
     own = {rank: by_pid.get(pid) for rank, pid in noted_pids(job.outbox).items()}
