@@ -102,4 +102,5 @@ def test_the_reference_warms_up_by_its_own_arithmetic(monkeypatch):
     assert rates(reference=True) == pytest.approx(rates(reference=False))
     monkeypatch.setattr(warmup.WarmUp, "factor", lambda self, step: 1.0)
     monkeypatch.setattr("headway.verification.recording.check_warm_up", lambda _: None)
+    monkeypatch.setattr("headway.verification.recording.check_warm_up_then_cosine", lambda: None)
     assert rates(reference=True)[0] == 0.5 * rates(reference=False)[0]

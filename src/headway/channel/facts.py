@@ -34,7 +34,7 @@ def gather_facts(
         RunError: Those of some rank have no text, or it sends what is none; on all ranks.
     """
     ranks = dist.get_world_size(group)
-    if ranks == 1 or _moves_nothing(group):
+    if ranks == 1 or moves_nothing(group):
         return [own] * ranks
     text, error = _written(own, group)
     sizes = [torch.zeros(1, dtype=torch.int64, device=text.device) for _ in range(ranks)]
@@ -61,7 +61,7 @@ def broadcast_facts(own: Any, source: int = 0, group: dist.ProcessGroup | None =
     Raises:
         RunError: As of `gather_facts`.
     """
-    if dist.get_world_size(group) == 1 or _moves_nothing(group):
+    if dist.get_world_size(group) == 1 or moves_nothing(group):
         return own
     sends = dist.get_rank() == source
     text, error = _written(own if sends else None, group)
@@ -75,7 +75,7 @@ def broadcast_facts(own: Any, source: int = 0, group: dist.ProcessGroup | None =
     return _read(text)
 
 
-def _moves_nothing(group: dist.ProcessGroup | None) -> bool:
+def moves_nothing(group: dist.ProcessGroup | None) -> bool:
     """Torch's backend "fake" of tests leaves every result as it was."""
     return dist.get_backend(group) == "fake"
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic, sleep
 
-import torch.distributed as dist
 from torch import Tensor
 
+from headway.channel.facts import gather_facts
 from headway.comm.compress.state import STATE_PREFIX
 from headway.comm.lanes.buckets import Bucket, BucketNames
 from headway.comm.tuning.autotuning import AdaptiveExchange, BucketArrangement
@@ -379,8 +379,7 @@ class RecordedRun:
         Args:
             everywhere: What one rank has, those that it exchanges it with must have.
         """
-        found_on: list[Mapping[str, int]] = [{}] * self._world.ranks
-        dist.all_gather_object(found_on, sums)
+        found_on = gather_facts(dict(sums))
         first: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
         apart: dict[str, str] = {}
         for rank, known in enumerate(found_on):

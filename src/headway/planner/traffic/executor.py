@@ -181,8 +181,9 @@ def fsdp2_calls(plan: Plan, part: CommunicatingStage, *, clip: bool) -> Iterator
         microbatches=plan.batch.passes(plan.data_degree),
         copies=rows.copies,
     )
-    # A single number has no rows to split, so FSDP2 leaves it out.
-    numbers = sum(not spec.shape for spec in part.parameters.values())
+    # A single number has no rows to split, so FSDP2 leaves it out; beside its gradient goes whether
+    # the rank has used it.
+    numbers = 2 * sum(not spec.shape for spec in part.parameters.values())
     kinds = {part.cuts.get(name, ()) for name, spec in part.parameters.items() if spec.shape}
     for ranks, size, times in (
         (rows.parts, EXACT * numbers, 1),

@@ -82,6 +82,7 @@ def check_warm_up_then_cosine() -> None:
                         f"{wanted:g}",
                         where=f"step {step} of {steps}",
                     )
+            optimizer.step()  # torch warns where none precedes that of the scheduler
             scheduler.step()
 
 

@@ -14,6 +14,7 @@ graph, so they are recorded here and compared before every step.
 from __future__ import annotations
 
 import operator
+import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,7 +31,7 @@ from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 
 from headway.errors import PlanError, RunError
 from headway.parallel.stages import ModelCall, flatten, is_payload, user_line
-from headway.user_frames import innermost_user_frame
+from headway.user_frames import innermost_user_frame, is_torch_file
 
 PlainAttribute = tuple[str, str]
 """(module, name)"""
@@ -399,7 +400,12 @@ class TracedValue(fx.Proxy):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The example's, so that `isinstance(x, Tensor)` in a model's code holds here, too."""
+        """The example's, so that `isinstance(x, Tensor)` in a model's code holds here, too.
+
+        Not for torch's own code: what it takes for a tensor it gives to C, which trusts it.
+        """
+        if is_torch_file(sys._getframe(1).f_code.co_filename):
+            return type(self)
         return self.tracer.type_of(self)
 
     def __getattr__(self, name: str) -> TracedAttribute:
