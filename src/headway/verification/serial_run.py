@@ -176,10 +176,10 @@ def find_draws(recipe: Recipe, model: nn.Module, shares: Sequence[RankBatch]) ->
     """
     first = next(micro for share in shares for micro in share.micros)
     data = loss_inputs(first, recipe)
-    with unchanged(model), arithmetic(recipe), double_precision(recipe.precision):
-        found = probe_random_draws(model, recipe.loss, data, resize_batch)
-    if not found.doubts:
-        with double_precision(recipe.precision):
+    with double_precision(recipe.precision):
+        with unchanged(model), arithmetic(recipe):
+            found = probe_random_draws(model, recipe.loss, data, resize_batch)
+        if not found.doubts:
             check_sites(model, recipe.loss, data, found)
     return found
 

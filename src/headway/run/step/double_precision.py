@@ -59,7 +59,7 @@ class DoublePrecision(TorchDispatchMode):
         narrow = keywords.get("dtype") in _WIDE
         untyped = name in _FACTORIES and keywords.get("dtype") is None and _is_float(name, args)
         # The frames of the call are looked at only where something could become another type.
-        if not (narrow or untyped) or name == "view" or _is_asked_by_headway():
+        if not (narrow or untyped) or _is_asked_by_headway():
             return func(*args, **keywords)
         wide = _WIDE[keywords["dtype"]] if narrow else torch.float64
         return func(*args, **{**keywords, "dtype": wide})

@@ -37,9 +37,9 @@ from headway.verification.reference.exchanges import (
     whole_residual,
 )
 
-FEW = 8
+SCALING_UNITS = 8
 """Units that scaling, averaging and an average of moments take together."""
-NORM = 128
+NORM_UNITS = 128
 """Units of a norm over many elements, by which all gradients may be scaled."""
 
 
@@ -53,7 +53,7 @@ def unit_of(dtype: torch.dtype) -> float:
 def share_bound(row: Tensor, dtype: torch.dtype, micros: int) -> Row:
     """Of the gradients that a rank puts into the exchange."""
     largest_element = float(row.abs().max()) if row.numel() else 0.0
-    return np.full(row.numel(), (micros + FEW) * unit_of(dtype) * largest_element)
+    return np.full(row.numel(), (micros + SCALING_UNITS) * unit_of(dtype) * largest_element)
 
 
 def step_bound(
@@ -83,11 +83,11 @@ def step_bound(
     if kind == "loss":
         most = max(most, loss_size)
     if before is None:
-        units = FEW if kind in ("loss", "buffer") else NORM
+        units = SCALING_UNITS if kind in ("loss", "buffer") else NORM_UNITS
         return np.full(tuple(value.shape), units * unit * most)
     step = (wide - before.double()).abs()
     far = float(step.max()) if step.numel() else 0.0
-    bound: Row = (2 * unit * size + NORM * unit * far).numpy()
+    bound: Row = (2 * unit * size + NORM_UNITS * unit * far).numpy()
     return bound
 
 
@@ -106,7 +106,7 @@ def expected_sums(inputs: BucketInputs, dtype: torch.dtype) -> ExpectedExchange 
         # The sum inside a node, rounded otherwise, may round to the neighbour in 16 bits.
         bound = bound + unit_of(WIRES[kind]) * np.abs(np.stack(inputs.rows)).sum(0)
     if kind == "int8":
-        bound = bound + FEW * unit_of(dtype) * np.abs(found.out)
+        bound = bound + SCALING_UNITS * unit_of(dtype) * np.abs(found.out)
     return ExpectedExchange(found.out, bound + (0.0 if found.bound is None else found.bound))
 
 
@@ -171,5 +171,5 @@ def sent_and_kept(inputs: BucketInputs, out: Row, dtype: torch.dtype) -> tuple[R
     wide = unit_of(torch.promote_types(dtype, torch.float32))
     factors = "powersgd" in inputs.bucket.compress
     # A product of matrices adds up as many terms as they have columns.
-    size = np.full_like(size, NORM * size.max()) if factors else size + np.abs(out)
-    return total, FEW * len(inputs.rows) * (wide * size + unit_of(dtype) * np.abs(out))
+    size = np.full_like(size, NORM_UNITS * size.max()) if factors else size + np.abs(out)
+    return total, SCALING_UNITS * len(inputs.rows) * (wide * size + unit_of(dtype) * np.abs(out))

@@ -1,6 +1,6 @@
 """Cutting a model into stages: evenly, at named modules, or along a given chain of modules.
 
-`cut` traces the model with the coarsest leaves that still leave enough places to cut at.
+`cut` traces the model with the coarsest leaves of which stages of about even size can be made.
 `cut_module_chain` is for models that torch.fx cannot trace: the user lists the modules of each
 stage, and each module is called with what the one before it returned. The model itself is not
 changed.
@@ -58,10 +58,10 @@ from headway.parallel.stages import (
 
 AGREEMENT_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """By type, relative to the largest element; 1e-2 for the others: sums in another order."""
-EVEN_ENOUGH = 1.25
-"""Largest stage over the mean, from which on units are not made smaller."""
-WORTH_A_LEVEL = 0.05
-"""By how much the largest stage must shrink for units of a deeper level."""
+MAX_IMBALANCE = 1.25
+"""Largest stage over the mean; above it, units of a deeper level are tried."""
+MIN_IMPROVEMENT = 0.05
+"""By how much the largest stage must shrink for units of a deeper level to be taken."""
 
 
 def check_stages_match_model(stages: ModelStages, call: ModelCall) -> ModelStages:
@@ -342,10 +342,10 @@ def trace_units(model: nn.Module, call: ModelCall, stages: int) -> Trace:
         most, closed = max(most, len(units)), {**closed, **found.closed}
         if len(units) < stages:
             continue
-        largest = _largest_share(units, stages)
-        if best is None or largest < best[0] * (1 - WORTH_A_LEVEL):
-            best = largest, found
-        if largest * stages <= EVEN_ENOUGH:
+        imbalance = _imbalance(units, stages)
+        if best is None or imbalance < best[0] * (1 - MIN_IMPROVEMENT):
+            best = imbalance, found
+        if imbalance <= MAX_IMBALANCE:
             break
     if best is not None:
         return best[1]
@@ -359,12 +359,12 @@ def trace_units(model: nn.Module, call: ModelCall, stages: int) -> Trace:
     )
 
 
-def _largest_share(units: Sequence[ModelUnit], stages: int) -> float:
-    """What the largest stage of an even cut holds of all parameters."""
+def _imbalance(units: Sequence[ModelUnit], stages: int) -> float:
+    """Parameters of the largest stage of an even cut over the mean of all stages."""
     starts = balanced_partition([unit.parameters for unit in units], stages)
     ends = [*starts[1:], len(units)]
     sizes = [sum(u.parameters for u in units[a:b]) for a, b in zip(starts, ends, strict=True)]
-    return max(sizes) / max(sum(sizes), 1)
+    return stages * max(sizes) / max(sum(sizes), 1)
 
 
 def _finish(found: Trace, choose: Callable[[Trace], list[int]], relay: bool) -> ModelStages:

@@ -5,10 +5,10 @@ knows an example of every value: a branch (`if x.shape[1] > self.window`) is tak
 example and stays in the graph as a check, so that another micro-batch can have other sizes but
 never silently another path. What a graph would lose or freeze is refused.
 
-Examples are computed only where somebody asks, while tracing (which way does this `if` go?) and
-while cutting (is this a tensor?); the model's buffers, plain attributes and torch's random
-state are restored afterwards. Plain attributes (numbers, flags, strings) are constants of the
-graph, so they are recorded here and compared before every step.
+Examples are computed only where somebody asks, while tracing (which way does this `if` go, of
+which type is this?) and while cutting (is this a tensor?); the model's buffers, plain attributes
+and torch's random state are restored afterwards. Plain attributes (numbers, flags, strings) are
+constants of the graph, so they are recorded here and compared before every step.
 """
 
 from __future__ import annotations
@@ -98,6 +98,7 @@ class ExampleValues:
         model: The whole model, in the mode that the graph is for.
 
     Attributes:
+        is_open: Values can be asked for.
         busy: A value is being computed: what happens now is no part of a trace.
         constants: What the graph uses and the model does not hold, by name.
     """
@@ -106,24 +107,20 @@ class ExampleValues:
         self._model = model
         self._values: dict[fx.Node, Any] = {}
         self._draws: set[fx.Node] = set()
-        self._open = False
+        self.is_open = False
         self._made: dict[int, weakref.ref[Tensor]] = {}
         self.busy = False
         self.constants: dict[str, Any] = {}
-
-    @property
-    def is_open(self) -> bool:
-        return self._open
 
     @contextmanager
     def opened(self) -> Iterator[None]:
         """The model's state is put back at the end."""
         with preserve_model_state(self._model):
-            self._open = True
+            self.is_open = True
             try:
                 yield
             finally:
-                self._open = False
+                self.is_open = False
 
     def note(self, tensor: Tensor) -> None:
         """A tensor that was made while a value was computed."""
@@ -178,7 +175,7 @@ class ExampleValues:
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        assert self._open
+        assert self.is_open
         before, self.busy = self.busy, True
         try:
             yield
@@ -413,7 +410,7 @@ class TracedValue(fx.Proxy):
         return TracedAttribute(self, name)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.tracer.change(self, "call_function", set_item_, (key, value), {})
+        self.tracer.mutate(self, "call_function", set_item_, (key, value), {})
 
     def __len__(self) -> int:
         return int(self.tracer.decide(self.tracer.create_proxy("call_function", len, (self,), {})))
@@ -437,7 +434,7 @@ class TracedAttribute(TracedValue, Attribute):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.attr.endswith("_") and not self.attr.endswith("__"):
-            return self.tracer.change(self.root, "call_method", self.attr, args, kwargs)
+            return self.tracer.mutate(self.root, "call_method", self.attr, args, kwargs)
         return super().__call__(*args, **kwargs)
 
 
@@ -560,7 +557,7 @@ class _Tracer(fx.Tracer):
 
     # -- changes in place --------------------------------------------------------------------
 
-    def change(
+    def mutate(
         self, victim: fx.Proxy, kind: str, target: Any, args: tuple[Any, ...], kwargs: Any
     ) -> fx.Proxy:
         """Record a call that changes a value in place; from here on the value is its result.
@@ -568,7 +565,7 @@ class _Tracer(fx.Tracer):
         So whoever uses the value later depends on the change. What is made of the inputs alone (the
         labels moved by one) is copied first: each stage can then make it for itself.
         """
-        if self._is_input_alone(victim.node):
+        if _depends_on_inputs_alone(victim.node):
             copy = self.create_proxy("call_method", "clone", (victim,), {})
             copy.node.meta["copied"] = True
             result = self.create_proxy(kind, target, (copy, *args), kwargs)
@@ -576,17 +573,6 @@ class _Tracer(fx.Tracer):
             result = self.create_proxy(kind, target, (victim, *args), kwargs)
         victim.node = result.node
         return result
-
-    def _is_input_alone(self, node: fx.Node) -> bool:
-        seen = {node}
-        waiting = [node]
-        while waiting:
-            node = waiting.pop()
-            if node.op in ("call_module", "get_attr"):
-                return False
-            waiting += [n for n in node.all_input_nodes if n not in seen]
-            seen.update(node.all_input_nodes)
-        return True
 
     # -- decisions ---------------------------------------------------------------------------
 
@@ -667,7 +653,8 @@ class _Creations(TorchFunctionMode):
         result = func(*args, **keywords)
         if examples.busy and isinstance(result, Tensor):
             examples.note(result)
-        # A function of a traced value returns a traced value; this tensor was made of none.
+        # A function of a traced value returns a traced value (for `isinstance` a tensor, too); this
+        # tensor was made of none.
         if (
             examples.busy
             or isinstance(result, fx.Proxy)
@@ -684,16 +671,27 @@ def _truth(value: Any) -> Any:
 
 
 def _reads_numbers(node: fx.Node) -> bool:
-    seen: set[fx.Node] = set()
+    for found in _with_ancestors(node):
+        name = found.target if isinstance(found.target, str) else found.target.__name__
+        if found.op in ("call_method", "call_function") and name in _DATA_DEPENDENT_READS:
+            return True
+    return False
+
+
+def _depends_on_inputs_alone(node: fx.Node) -> bool:
+    """On nothing that the model holds."""
+    return all(found.op not in ("call_module", "get_attr") for found in _with_ancestors(node))
+
+
+def _with_ancestors(node: fx.Node) -> Iterator[fx.Node]:
+    """A node and all that it is computed from."""
+    seen = {node}
     waiting = [node]
     while waiting:
-        node = waiting.pop()
-        name = node.target if isinstance(node.target, str) else node.target.__name__
-        if node.op in ("call_method", "call_function") and name in _DATA_DEPENDENT_READS:
-            return True
-        waiting += [n for n in node.all_input_nodes if n not in seen]
-        seen.update(node.all_input_nodes)
-    return False
+        found = waiting.pop()
+        yield found
+        waiting += [n for n in found.all_input_nodes if n not in seen]
+        seen.update(found.all_input_nodes)
 
 
 def _modes() -> tuple[bool, ...]:
