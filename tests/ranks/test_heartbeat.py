@@ -66,10 +66,14 @@ class Job:
         survivors = set(range(RANKS)) - {self._frozen}
         while not survivors <= self._ends.keys() and time.monotonic() < deadline:
             time.sleep(0.02)
+        self.end()
+        return self
+
+    def end(self) -> None:
+        """Nobody is left, stopped ranks included."""
         for process in self._processes:
             process.kill()
             process.join()
-        return self
 
     @property
     def codes(self) -> list[int | None]:
@@ -95,7 +99,7 @@ class Job:
 def jobs(tmp_path_factory):
     """All worlds at the same time: they mostly wait."""
     folder = tmp_path_factory.mktemp("heartbeat")
-    return {
+    started = {
         "kill": Job(folder / "kill", "kill", 2),
         "kill rank 0": Job(folder / "kill-0", "kill", 0),
         "slow": Job(folder / "slow", "slow", 1),
@@ -107,6 +111,9 @@ def jobs(tmp_path_factory):
         "own": Job(folder / "own", "stop", 1, patience=3.0, own=True),
         "without": Job(folder / "without", "late", 1, patience=0.0),
     }
+    yield started
+    for job in started.values():
+        job.end()
 
 
 # -- ranks that nobody watches -------------------------------------------------------------------
@@ -183,7 +190,7 @@ def test_a_silent_rank_is_named_within_ten_seconds(jobs):
 
 def test_a_silent_rank_0_is_named_on_every_machine(jobs):
     job = jobs["stop rank 0"].wait()
-    assert job.codes == [-signal.SIGKILL, 5, 5]
+    assert job.codes == [-signal.SIGKILL, 5, 5], job.terminal
     assert 3 < job.seconds(0, 1, 2) < LIMIT
     assert job.told == [
         f"HW-5001 rank {rank}, step 8: rank 0 on node 0 cannot be reached from rank {rank} on "

@@ -31,7 +31,7 @@ from headway.verification.recording import CROSSING_STEPS, Recording, VerifyJob
 from headway.verification.replay import record_replay, replay_files
 from headway.verification.serial_run import record_serial
 from support.commands import headway_here
-from support.ranks import run_ranks
+from support.ranks import RanksFailed, run_ranks
 from support.recipes import wide
 from support.sampling import sampled
 
@@ -283,7 +283,12 @@ def test_a_forward_pass_meets_updates_under_way(tmp_path, plant):
     """With priority nothing is awaited for the recording."""
     job = job_of(ExchangePlan(priority=True), 2, tmp_path)
     target, serial = tmp_path / "split.safetensors", tmp_path / "serial.safetensors"
-    run_ranks(2, recorded, job, target, plant)
+    try:
+        run_ranks(2, recorded, job, target, plant)
+    except RanksFailed as error:
+        # Where the update comes between a forward pass and its backward pass, autograd notices.
+        assert plant is not None and "modified by an inplace operation" in str(error)
+        return
     record_serial(LaunchEnv(), job, serial)
     comparison = compare(Recording.load(serial), Recording.load(target))
     if plant is not None:

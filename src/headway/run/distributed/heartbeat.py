@@ -219,7 +219,8 @@ class HeartbeatConnection:
             return False
         assert self.identity is not None
         state, seconds, _ = _facts(self.identity.pid)
-        self._stopped = state in ("T", "t")
+        # Until it is heard again: one that is killed while it is stopped ends as any other.
+        self._stopped |= state in ("T", "t")
         if self._cpu is None:
             self._cpu = (now, seconds)
         since, before = self._cpu
@@ -245,7 +246,7 @@ class HeartbeatConnection:
         return started != known.started or state in ("Z", "X")
 
     def seems_frozen(self, machine: str) -> bool:
-        """Whether it may have been frozen when it was last looked at; it may be gone by now.
+        """Whether it may have been frozen since it was last heard; it may be gone by now.
 
         Silence alone proves nothing on this machine, where a crowd of processes may have kept it
         from sending.
@@ -564,6 +565,23 @@ class Heartbeat:
         """Report what this rank is doing at once, not at the next second."""
         with suppress(OSError):
             self._wake.send(b"\0")
+
+    def await_loss(self, seconds: float) -> RankFailure | None:
+        """The failure, if there is one; waits for it up to `seconds`.
+
+        Where rank 0 has just fallen silent, it waits until that is judged: what broke here may be
+        the end of a rank that noticed the silence a moment earlier.
+        """
+        deadline = time.monotonic() + seconds
+        while not self.lost.wait(min(seconds, _TICK_SECONDS)):
+            if time.monotonic() >= deadline and not self._judges_rank_0(time.monotonic()):
+                break
+        return self.loss
+
+    def _judges_rank_0(self, now: float) -> bool:
+        """Whether rank 0 misses heartbeats, and not yet for so long that it is lost."""
+        silent = [now - peer.heard for peer in self._peers if self._listener is None]
+        return any(2 * _BEAT_SECONDS < each < self._patience + _BEAT_SECONDS for each in silent)
 
     def states(self, seconds: float = 1.0) -> dict[int, tuple[str, float]]:
         """What the ranks are doing and for how many seconds; "" for those that progress."""

@@ -218,9 +218,7 @@ class Watchdog:
         """The error of a lost rank, if there is one."""
         if self._heartbeat is None:
             return None
-        if seconds:
-            self._heartbeat.lost.wait(seconds)
-        loss = self._heartbeat.loss
+        loss = self._heartbeat.await_loss(seconds) if seconds else self._heartbeat.loss
         return None if loss is None else self._error(loss)
 
     def states(self) -> dict[int, str]:
