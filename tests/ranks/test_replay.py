@@ -287,7 +287,8 @@ def test_a_forward_pass_meets_updates_under_way(tmp_path, plant):
         run_ranks(2, recorded, job, target, plant)
     except RanksFailed as error:
         # Where the update comes between a forward pass and its backward pass, autograd notices.
-        assert plant is not None and "modified by an inplace operation" in str(error)
+        if plant is None or "modified by an inplace operation" not in str(error):
+            raise
         return
     record_serial(LaunchEnv(), job, serial)
     comparison = compare(Recording.load(serial), Recording.load(target))
