@@ -17,13 +17,15 @@ import torch.distributed as dist
 
 from headway.channel.job_secret import SECRET
 from headway.channel.rendezvous import connection_to_drop
-from headway.errors import RunError
+from headway.errors import RunError, Stalled
+from headway.run.distributed import rendezvous
 from headway.run.distributed.heartbeat_message import MOST_BYTES_OF_STRANGERS, decode, encode
 from headway.run.distributed.job_store import JobStore, KeyTable, call_job_store, host_job_store
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.rendezvous import join_rendezvous
 from support.fuzzing import TOKENS, batches, fuzz
 from support.patience import patient
+from support.ports import free_port
 
 SET = {"do": "set", "key": "groups/0", "value": "00ff"}
 
@@ -202,3 +204,16 @@ def test_ranks_meet_while_a_stranger_rewrites_every_key():
 def test_of_too_many_callers_one_of_the_most_frequent_address_is_turned_away():
     assert connection_to_drop("abcde", ["1", "2", "2", "3", "2"]) == "b"
     assert connection_to_drop("abc", ["1", "2", "3"]) == "a"
+
+
+def test_a_rank_whose_agent_has_ended_does_not_wait_for_it(monkeypatch):
+    """torchrun was killed while it started its workers: its store does not come back."""
+    monkeypatch.setattr(rendezvous, "_PATIENCE_SECONDS", 0.2)
+    place = LaunchEnv(
+        rank=1, ranks=2, local_ranks=2, launcher="torchrun", agent_store=True,
+        master_port=free_port(),
+    )  # fmt: skip
+    begun = time.monotonic()
+    with pytest.raises(Stalled, match="nobody answers at"):
+        join_rendezvous(place, patient(60))
+    assert time.monotonic() - begun < patient(10)

@@ -18,7 +18,7 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -76,7 +76,7 @@ def join_rendezvous(place: LaunchEnv, seconds: float, notice: str = "") -> Rende
     if place.rank == 0:
         return _gather(place, seconds, deadline, notice)
     asks = place.agent_store or place.meeting
-    found = _invitations(place, deadline) if asks else _encounters(place, deadline, _connect)
+    found = _invitations(place, deadline) if asks else _encounters(place, deadline)
     for store in found:
         # A count above one: this process reported here before, so it is the store of an old world.
         if store.add(_key("arrived", place.rank), 1) > 1:
@@ -282,12 +282,10 @@ def _invitations(place: LaunchEnv, deadline: float) -> Iterator[Store]:
         raise _unreachable(f"rank 0 listens at {address}, but cannot be reached there", place)
 
 
-def _encounters(
-    place: LaunchEnv, deadline: float, connect: Callable[[str, int], Store | None]
-) -> Iterator[Store]:
+def _encounters(place: LaunchEnv, deadline: float) -> Iterator[Store]:
     """The store at the agreed address, as soon as somebody listens there."""
     for _ in _polls(deadline):
-        store = connect(_master(place), place.master_port)
+        store = _connect(_master(place), place.master_port)
         if store is not None:
             yield store
 
@@ -336,10 +334,29 @@ def _agent_store(place: LaunchEnv, deadline: float) -> Store:
     """The store that all ranks know from their launcher: its file, or its agent's."""
     if place.meeting is not None:
         return FileStore(str(place.meeting))
-    for store in _encounters(place, deadline, _connect_torch):
-        return store
+    # The agent listened before it started its workers: where its port is closed, it has ended.
+    ended = time.monotonic() + _PATIENCE_SECONDS
+    for _ in _polls(deadline):
+        store = _connect_torch(place.master_address, place.master_port)
+        if store is not None:
+            return store
+        if not _is_closed(place.master_address, place.master_port):
+            ended = time.monotonic() + _PATIENCE_SECONDS
+        elif time.monotonic() >= ended:
+            break
     address = f"{place.master_address}:{place.master_port}"
     raise _unreachable(f"nobody answers at {address} (MASTER_ADDR, MASTER_PORT)", place)
+
+
+def _is_closed(host: str, port: int) -> bool:
+    """Whether a machine answers that nobody listens there."""
+    try:
+        socket.create_connection((host, port), timeout=_PROBE_SECONDS).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _unreachable(what: str, place: LaunchEnv) -> Stalled:
