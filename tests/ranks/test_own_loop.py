@@ -317,7 +317,7 @@ def stalls(world: Any) -> None:
     """Rank 1 has made the gradients of its last layer only when the exchange gives up."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exchange = headway.Exchange(model, optimizer, world=World.adopt(), bucket="80")
+    exchange = headway.Exchange(model, optimizer, world=World.adopt(), bucket="80", overlap=True)
     model[1](torch.randn(2, 4)).sum().backward()
     with pytest.raises(Stalled) as caught, exchange._strategy.context.exchanging():
         raise Stalled("rank 1 did not come", why="Rank 0 waited 5 s.")

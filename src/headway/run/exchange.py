@@ -3,13 +3,20 @@
 The model stays as it is; `Exchange.step()` takes the place of `optimizer.step()`. As with DDP,
 every rank updates with the mean of all ranks' gradients. How they are exchanged is the plan's
 choice: compressed, hierarchical, or with priority across steps.
+
+A loop may have several models, each with its own `Exchange`, and several backward passes in a step
+(a generator and its discriminator, an actor and its critic). Gradients of one exchange leave during
+the backward pass only where the first step had one pass, and where no other exchange is alive:
+otherwise nobody knows which pass is the last one before `step()`, and they leave there.
 """
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -40,13 +47,16 @@ class Exchange:
         description: The plan's exchange, in place of the choices.
         world: The processes; found in the environment or in torch.distributed if not given.
         choices: Fields of `headway.plans.ExchangePlan`: compress, reduce, collective, priority,
-            bucket.
+            bucket. `overlap=True` sends gradients during the backward pass from the first step on,
+            also beside other exchanges: then each step must have one backward pass.
 
     Raises:
         PlanError: These choices cannot be combined.
         RecipeError: The optimiser cannot be used; see `headway.run.step.setup.check_components`.
         UsageError: An unknown choice, or both a description and choices.
     """
+
+    _alive: ClassVar[weakref.WeakSet[Exchange]] = weakref.WeakSet()
 
     def __init__(
         self,
@@ -79,6 +89,9 @@ class Exchange:
         self._synchronized = False
         self._accumulating = False
         self._joining = False
+        self._overlap_asked = choices.get("overlap") is True
+        self._one_pass = False
+        self._warned = False
         if ranks > 1:
             replica_sync.sync_initial_state(model, self.world)
         self._strategy = data_parallel_strategy(
@@ -96,6 +109,9 @@ class Exchange:
             )
         )
         self.steps_done = 0
+        self._alive.add(self)
+        for each in self._alive:
+            each._set_overlap()
         self._last: list[BucketTiming] = []
         self._record = StepRecord(samples=1)
         self._begin()
@@ -109,8 +125,39 @@ class Exchange:
         self._synchronized = False
         self._record = StepRecord(samples=1)
         self._strategy.begin(self._record, 1, f"step {self.steps_done + 1}")
-        if not self._accumulating:
-            self._strategy.arm()
+        self._arm()
+
+    def _arm(self) -> None:
+        if self._accumulating:
+            return
+        self._set_overlap()
+        self._strategy.arm()
+
+    def _set_overlap(self) -> None:
+        """Let gradients leave during the backward pass where it is known to be the step's last."""
+        exchange = self._strategy.exchange
+        if exchange is not None:
+            known = self._overlap_asked or (self._one_pass and len(self._alive) == 1)
+            exchange.now.overlap = self.description.overlap and known
+            exchange.now.warn_mixed = self._warn_mixed
+
+    def _others_stepped(self) -> None:
+        """Tell the other exchanges of this process that this one has made an update."""
+        for other in self._alive:
+            if other is not self and other._strategy.exchange is not None:
+                other._strategy.exchange.now.phase += 1
+
+    def _warn_mixed(self, name: str) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"the gradient of {name} from before another Exchange's step is still there, and this "
+            "backward pass adds to it: detach() what a loss of the other model takes from this "
+            "one, or call zero_grad() before this model's own backward pass; to accumulate on "
+            "purpose, use `with exchange.no_sync():`",
+            stacklevel=2,
+        )
 
     @property
     def flights(self) -> tuple[BucketTiming, ...]:
@@ -133,7 +180,14 @@ class Exchange:
             yield
         finally:
             self._accumulating = False
-            self._strategy.arm()
+            self._arm()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of this step so far, as `optimizer.zero_grad()` does.
+
+        `step` does it, too. It is needed where another model's loss has passed through this one.
+        """
+        self._optimizer.zero_grad()
 
     def synchronize(self) -> None:
         """Wait for the mean gradients in `parameter.grad`, to clip or read them before `step`.
@@ -172,6 +226,9 @@ class Exchange:
             self._optimizer.step()
             # After `synchronize` with priority the lane still has this update to make: not twice.
             self._strategy.skip()
+        self._others_stepped()
+        if self.steps_done == 0 and self._strategy.exchange is not None:
+            self._one_pass = not self._strategy.exchange.now.repeated
         self.steps_done += going
         self._last = self._record.flights
         self._begin()
@@ -217,6 +274,7 @@ class Exchange:
 
     def close(self) -> None:
         """Finish the exchange in progress; remove the hooks from model and optimiser."""
+        self._alive.discard(self)
         for guard in self._guards:
             guard.remove()
         self._strategy.close()

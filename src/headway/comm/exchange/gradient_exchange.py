@@ -46,6 +46,8 @@ class GradientSlot:
     bucket: Bucket
     index: int
     view: Tensor
+    step: int = 0  # in which it came last, after `arm`
+    phase: int = 0
 
 
 class GradientExchange(ABC):
@@ -53,6 +55,8 @@ class GradientExchange(ABC):
 
     Of a step: `begin`, backward passes with `arm` called before the last one, `send`,
     `receive`, `settle`. A rank without work in a ragged batch calls all but the backward passes.
+    Between `send` and `begin` gradients are somebody else's: another loss has passed through these
+    parameters, as a generator's does through the discriminator. They are dropped.
 
     Attributes:
         factor: Gradients are multiplied by it when they enter their bucket.
@@ -60,6 +64,10 @@ class GradientExchange(ABC):
         profile: Where it is a dictionary, seconds are noted from the start of the step until each
             gradient is there, by logical name.
         observer: Of verification; None: nobody looks.
+        overlap: Complete buckets leave during the backward pass; else all leave in `send`.
+        repeated: Some gradient has come from two backward passes of a step, both after `arm`.
+        phase: Counts what separates backward passes of a step: other exchanges' updates.
+        warn_mixed: Called with a name when a gradient is added to one of an earlier phase.
     """
 
     def __init__(self, buckets: tuple[Bucket, ...], lane: Lane, *, overlap: bool = True) -> None:
@@ -69,9 +77,14 @@ class GradientExchange(ABC):
         self.step = 0
         self.profile: dict[str, float] | None = None
         self.observer: ExchangeObserver | None = None
+        self.overlap = overlap
+        self.repeated = False
+        self.phase = 0
+        self.warn_mixed: Callable[[str], None] = lambda _: None
         self._lane = lane
-        self._overlap = overlap
         self._armed = False
+        self._sent = False
+        self._foreign = False
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(
                 partial(self._arrived, GradientSlot(name, bucket, index, bucket.views[index]))
@@ -104,8 +117,8 @@ class GradientExchange(ABC):
         """The bucket of a gradient that has come, open for this step."""
 
     def arm(self) -> None:
-        """The next backward pass is the last one of the step: complete buckets may leave."""
-        self._armed = self._overlap
+        """The next backward pass is the last one of the step: with `overlap`, buckets may leave."""
+        self._armed = True
 
     def disarm(self) -> None:
         """The next backward pass only adds to the gradients."""
@@ -113,26 +126,41 @@ class GradientExchange(ABC):
 
     def _arrived(self, slot: GradientSlot, parameter: Tensor) -> None:
         """Backward has added to `parameter.grad`: keep it in its bucket; send a complete bucket."""
-        bucket = self._bucket_of(slot)
-        if not self._armed:
-            # Unscaled: the factor counts once, when the last micro-batch has added its part.
-            self._take_in(parameter, slot, 1.0)
+        if self._sent:
+            self._foreign = True
             return
+        bucket = self._bucket_of(slot)
         if bucket.complete[slot.index]:
             raise RunError(
                 f"the gradient of {slot.name} grew after it was handed to the exchange",
-                why="The model uses it in several backward passes of one micro-batch, as reentrant "
-                "activation checkpointing does.",
-                fix="Use checkpoint(..., use_reentrant=False), or exchange.overlap = false in the "
-                "plan.",
+                why="A second backward pass of the same step has reached it: another loss, or "
+                "reentrant activation checkpointing.",
+                fix="Put the earlier passes into `with exchange.no_sync():` or set overlap = false "
+                "(Exchange(..., overlap=False), exchange.overlap in a plan); "
+                "checkpoint(..., use_reentrant=False) needs neither.",
             )
+        if self._armed:
+            self._note(slot, parameter)
+        if not (self._armed and self.overlap):
+            # Unscaled: the factor counts once, when the last micro-batch has added its part.
+            self._take_in(parameter, slot, 1.0)
+            return
         self._take_in(parameter, slot, self.factor * bucket.weight)
         bucket.complete[slot.index] = True
-        if self.profile is not None:
-            self.profile[slot.name] = perf_counter() - self._start
         bucket.missing -= 1
         if bucket.missing == 0:
             self._depart(bucket)
+
+    def _note(self, slot: GradientSlot, parameter: Tensor) -> None:
+        """Note when a gradient comes, and whether it is not the first one of this step."""
+        if slot.step == self.step:
+            self.repeated = True
+            # Otherwise the user has cleared the earlier one.
+            if slot.phase != self.phase and parameter.grad is slot.view:
+                self.warn_mixed(slot.name)
+        slot.step, slot.phase = self.step, self.phase
+        if self.profile is not None:
+            self.profile[slot.name] = perf_counter() - self._start
 
     @staticmethod
     def _take_in(parameter: Tensor, slot: GradientSlot, factor: float) -> None:
@@ -153,11 +181,29 @@ class GradientExchange(ABC):
         slot.bucket.arrived[slot.index] = True
 
     def _send_rest(self) -> None:
+        self._sent = True
         for bucket in self.buckets:
+            self._heed_cleared(bucket)
             if bucket.missing:
                 bucket.missing = 0
                 self._scale_late(bucket)
                 self._depart(bucket)
+
+    @staticmethod
+    def _heed_cleared(bucket: Bucket) -> None:
+        """Forget gradients that `zero_grad` has cleared since they came."""
+        for index, (name, parameter) in enumerate(
+            zip(bucket.names, bucket.parameters, strict=True)
+        ):
+            if not bucket.arrived[index] or parameter.grad is not None:
+                continue
+            if bucket.complete[index]:
+                raise RunError(
+                    f"the gradient of {name} was cleared after it was handed to the exchange",
+                    fix="Clear gradients before the backward pass of the step, or use "
+                    "Exchange(..., overlap=False).",
+                )
+            bucket.arrived[index] = False
 
     def _scale_late(self, bucket: Bucket) -> None:
         """Scale the gradients that no armed backward pass has touched."""
@@ -239,6 +285,12 @@ class GradientExchange(ABC):
         for bucket in self.buckets:
             bucket.method.restore(state)
 
+    def _drop_foreign(self) -> None:
+        """Drop what other losses have left since `send`."""
+        if self._foreign:
+            self._foreign = False
+            self._hide_gradients()
+
     def _hide_gradients(self) -> None:
         for bucket in self.buckets:
             for parameter in bucket.parameters:
@@ -260,7 +312,7 @@ class StepExchange(GradientExchange):
 
     def begin(self) -> None:
         """Forget the last step's gradients."""
-        self._armed = False
+        self._armed = self._sent = False
         self.step += 1
         self._began = perf_counter()
         for bucket in self.buckets:

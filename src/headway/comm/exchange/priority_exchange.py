@@ -380,7 +380,8 @@ class PriorityExchange(GradientExchange):
 
     def begin(self) -> None:
         """A step begins; the last one's buckets may still be on their way."""
-        self._armed = False
+        self._armed = self._sent = False
+        self._drop_foreign()
         self.step += 1
 
     @property
