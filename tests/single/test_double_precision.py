@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.run.step import randomness
@@ -112,3 +113,12 @@ def test_recomputation_in_the_backward_pass_converts_alike():
         (found,) = torch.autograd.grad(recomputed.square().sum(), model.inner.weight)
     expected = torch.softmax(model.inner(X), dim=-1).square().sum()
     assert torch.equal(found, torch.autograd.grad(expected, model.inner.weight)[0])
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch 2.11 has no F.grouped_mm")
+def test_a_grouped_product_of_tensors_without_numbers():
+    with double_precision("float64"), FakeTensorMode():
+        rows = torch.empty(6, 4, dtype=torch.float64)
+        weights = torch.empty(3, 4, 5, dtype=torch.float64)
+        found = F.grouped_mm(rows, weights, offs=torch.empty(3, dtype=torch.int32))
+    assert found.shape == (6, 5)

@@ -219,3 +219,53 @@ def test_the_model_is_as_it_was():
     of(model, TensorGrid.summa(2))
     assert before == {name: (type(m), id(m)) for name, m in model.named_modules()}
     assert all(torch.equal(p, numbers[name]) for name, p in model.named_parameters())
+
+
+class Squared(torch.autograd.Function):
+    """As a model's own activation with its own backward pass."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+class OwnActivation(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.third, self.fourth = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        x = self.second(Squared.apply(self.first(x)))
+        return self.fourth(functional.relu(self.third(x)))
+
+
+def test_a_layer_before_an_autograd_function_stays_whole():
+    """A part is no tensor for it: its gradient would be lost."""
+    found = of_vectors(OwnActivation())
+    assert set(found.left) == {"first.weight"}
+    assert "torch.autograd.Function" in found.left["first.weight"]
+    assert found.cuts["third.weight"] == IN
+
+
+class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.expert = nn.Linear(16, 16)
+
+    def forward(self, x):
+        chosen = torch.where(x.sum(-1) > 0)
+        return x.index_put(chosen, self.expert(x[chosen]))
+
+
+def test_code_that_needs_numbers_is_refused_by_name():
+    with pytest.raises(PlanError, match="does not run without numbers") as caught:
+        of_vectors(Routed())
+    assert "test_tensor_survey.py" in str(caught.value)
+    assert "DynamicOutputShape" in str(caught.value)

@@ -11,17 +11,20 @@ whole tensors would give, or raises `RuleRefused`; the context decides what beco
 error while training, a finding while the split of a model is inferred.
 
 The class is deliberately no subclass of Tensor: an autograd function of the user's would take a
-subclass for its own storage and lose the gradient. It is a dataclass, so that a pipeline sends it
-from stage to stage as the parts it consists of, and a node of torch's pytrees
-(`torch.utils._pytree`, private): there FSDP and DDP find the part to hang their hooks on.
+subclass for its own storage and lose the gradient; rules refuse to run inside of one. It is a
+dataclass, so that a pipeline sends it from stage to stage as the parts it consists of, and a node
+of torch's pytrees (`torch.utils._pytree`, private): there FSDP and DDP find the part to hang their
+hooks on.
 """
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import FrameType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -186,12 +189,31 @@ class SplitContext(ABC):
         Raises:
             RuleRefused: There is none, or none for tensors that are cut so.
         """
+        if in_autograd_function():
+            raise RuleRefused(AUTOGRAD_FUNCTION)
         if any(x.context.kind != self.kind for x in split_tensors_in(args, kwargs)):
             raise RuleRefused("one operand is of a split layer, another one of a split sample")
         rule = self.rules.get(torch_function_name(func))
         if rule is None:
             raise RuleRefused("there is no rule that makes it equal to the unsplit model")
         return rule(self, func, *args, **kwargs)
+
+
+AUTOGRAD_FUNCTION = (
+    "a torch.autograd.Function of the model's own was given a part, which is no tensor for it: the "
+    "gradient would be lost"
+)
+
+
+def in_autograd_function() -> bool:
+    """Whether what runs is the forward pass of an autograd function, which sees no gradients."""
+    if torch.is_grad_enabled():
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    apply = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+    while frame is not None and frame.f_code is not apply:
+        frame = frame.f_back
+    return frame is not None
 
 
 class TorchFunctionOperand:
@@ -224,7 +246,6 @@ class SplitTensor(TorchFunctionOperand):
         cuts: One for each dimension; only those over more than one rank are named.
         origins: While a split is inferred, the weights that it comes from.
         parameter: It is a weight, or a view of one, cut as layers want weights.
-        severed: Computed without gradients from something that has them.
     """
 
     local: Tensor
@@ -233,7 +254,6 @@ class SplitTensor(TorchFunctionOperand):
     context: Any
     origins: frozenset[str] = field(default_factory=frozenset)
     parameter: bool = False
-    severed: bool = False
 
     def like(self, local: Tensor, cuts: Sequence[Cut] | Mapping[int, Cut] | None = None) -> Any:
         """Another tensor of this context; a plain one where nothing is cut.

@@ -5,9 +5,8 @@ the p ranks can get the whole of N / p samples instead and works on them as in d
 (Oyama et al. 2020, the shuffle behind LBANN's last spatial layer). A rank without a sample
 works on an empty tensor, so that its gradients are zeros and statistics count it as nothing.
 
-An autograd function of the user's computes on the part alone, and its gradient would be lost: that
-is noticed (`SplitTensor.severed`). The last part is what the rules of sliding windows share: the
-ranges wanted, the split of the result, and where a dimension has become too narrow to stay split.
+The last part is what the rules of sliding windows share: the ranges wanted, the split of the
+result, and where a dimension has become too narrow to stay split.
 """
 
 from __future__ import annotations
@@ -42,6 +41,7 @@ from headway.parallel.split_tensor import (
     SpatialAxis,
     SplitContext,
     SplitTensor,
+    in_autograd_function,
     map_nested,
     modifies_in_place,
     qualified_torch_name,
@@ -95,40 +95,21 @@ class SpatialContext(SplitContext):
         """What a function of torch gives.
 
         Raises:
-            PlanError: There is no rule, and a tensor lies in parts of space; or a gradient would be
-                lost.
+            PlanError: There is no rule, and a tensor lies in parts of space; or it is asked for by
+                an autograd function of the model's own.
         """
         found = split_tensors_in(args, kwargs)
-        grad = torch.is_grad_enabled()
-        if grad and any(x.severed for x in found) and func is not Tensor.detach:
-            raise PlanError(
-                f"{qualified_torch_name(func)} was given a split activation that was computed "
-                "without gradients",
-                problems=[
-                    "it comes out of torch.no_grad() or of a torch.autograd.Function of the "
-                    "model's own, whose gradient would be lost"
-                ],
-                fix="Write .detach() where that is meant; around a function of your own, gather "
-                "first (in a head, a plan does: split.head = 'gathered').",
-            )
         try:
-            result = self.run_rule(func, args, kwargs)
+            return self.run_rule(func, args, kwargs)
         except (RuleRefused, PlanError) as refusal:
             # Whole samples can be gathered where no rule can work on them.
-            if modifies_in_place(func, kwargs) or not all(map(by_samples, found)):
+            gathered = not modifies_in_place(func, kwargs) and not in_autograd_function()
+            if not gathered or not all(map(by_samples, found)):
                 if isinstance(refusal, PlanError):
                     raise
                 name = qualified_torch_name(func)
                 raise unsupported_operator(name, found[0], refusal.why) from None
-            result = func(*map_nested(args, gather), **map_nested(kwargs, gather))
-        # Made without gradients from what has them: used with gradients later, it would lose these
-        # unseen.
-        lost = any(x.severed or x.local.requires_grad for x in found)
-        if grad or func is Tensor.detach or not lost:
-            return result
-        return map_nested(
-            result, lambda x: replace(x, severed=True) if isinstance(x, SplitTensor) else x
-        )
+            return func(*map_nested(args, gather), **map_nested(kwargs, gather))
 
     def attribute(self, x: SplitTensor, name: str) -> Any:
         """Of whole samples alone."""

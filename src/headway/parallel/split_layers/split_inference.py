@@ -15,6 +15,7 @@ samples, as its grid wants it, and gathers its outputs.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from headway.capture.fake_tensors import FakeContext
 from headway.documents import nearest
-from headway.errors import PlanError
+from headway.errors import HeadwayError, PlanError
 from headway.parallel.operator_rules import RULES
 from headway.parallel.split_layers.parameters import (
     DimensionCuts,
@@ -51,6 +52,7 @@ from headway.parallel.tensor.layer_context import (
 )
 from headway.parallel.tensor.rules.layers import cuboid_axes_for
 from headway.plans.tensor_layout import AxisDivisor, TensorGrid, check_divisibility
+from headway.user_frames import innermost_user_frame
 
 
 class SubmoduleOnOwnGrid(SplitInputModule):
@@ -506,9 +508,27 @@ def _run(
             part, runs[-1], root=SubmoduleOnOwnGrid if name else SplitInputModule
         )
     # Rules ask `requires_grad` to tell activations from masks.
-    with pretence.mode, torch.enable_grad():
-        loss(copy, pretence.tree(batch))
+    try:
+        with pretence.mode, torch.enable_grad():
+            loss(copy, pretence.tree(batch))
+    except HeadwayError:
+        raise
+    except Exception as error:
+        raise _without_numbers(model, error) from error
     return runs
+
+
+def _without_numbers(model: nn.Module, error: Exception) -> PlanError:
+    """The refusal of a model whose code needs the numbers in its tensors, or fails."""
+    frame = innermost_user_frame(traceback.extract_tb(error.__traceback__))
+    return PlanError(
+        f"how {type(model).__name__} can be split was not found out: its code does not run without "
+        "numbers",
+        where="" if frame is None else f"{frame.filename}:{frame.lineno}",
+        problems=[f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"],
+        fix="Replace decisions by the numbers in a tensor (.item(), .tolist(), masks as indices, "
+        "torch.where with one argument) by functions of tensors, or split otherwise.",
+    )
 
 
 def _next(blame: FailedSplit, refusal: RuleRefused) -> None:

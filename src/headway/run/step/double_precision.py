@@ -32,7 +32,8 @@ _GROUPED = "_grouped_mm"
 _FACTORIES = {"empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randn", "zeros"}
 """Where no type is given, these make the default type, float32."""
 
-_MODES = {"__torch_dispatch__", "__torch_function__"}
+_OPERATORS = {"__torch_dispatch__", "__torch_function__"}
+"""Through these goes what others ask for: of modes, and of headway's split tensors."""
 
 
 def double_precision(precision: str) -> AbstractContextManager[Any]:
@@ -71,17 +72,22 @@ def _is_float(name: str, args: tuple[Any, ...]) -> bool:
 
 
 def _is_asked_by_headway() -> bool:
-    """Whether the innermost line outside of torch is headway's own, and no model's."""
+    """Whether the innermost line outside of torch is headway's own, and no model's.
+
+    The rule of an operator on parts of tensors is headway's, but computes what a model asked for.
+    """
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and _passes_on(frame):
+    asked, operand = False, ""
+    while frame is not None:
+        name, file = frame.f_code.co_name, frame.f_code.co_filename
+        if name in _OPERATORS:
+            asked, operand = False, file
+        elif is_headway_file(file):
+            asked = asked or file != operand  # which has the methods that come here, too
+        elif not is_torch_file(file):
+            break
         frame = frame.f_back
-    return frame is not None and is_headway_file(frame.f_code.co_filename)
-
-
-def _passes_on(frame: FrameType) -> bool:
-    """Whether code is torch's, or another mode's, through which all operators go."""
-    code = frame.f_code
-    return is_torch_file(code.co_filename) or code.co_name in _MODES
+    return asked
 
 
 def _grouped_product(
@@ -101,16 +107,17 @@ def _grouped_product(
     """
     if offs is None:
         return torch.bmm(a, b)
-    ends = offs.tolist()
-    groups = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    # All products are computed, and what a group does not have is left out: that asks for no
+    # numbers, which fake tensors do not have.
+    starts = torch.cat([offs.new_zeros(1), offs[:-1]])
+    entries = torch.arange(b.shape[-1] if a.dim() == 3 else a.shape[0 if b.dim() == 3 else 1])
+    inside = (entries >= starts[:, None]) & (entries < offs[:, None])
     if a.dim() == 2 and b.dim() == 2:
-        return torch.stack([a[:, group] @ b[group] for group in groups])
+        return torch.stack([a.where(group, 0.0) @ b for group in inside])
     if a.dim() == 2:
-        result = a.new_zeros(len(a), b.shape[-1])  # rows behind the last group belong to none
-        for group, factor in zip(groups, b, strict=True):
-            result[group] = a[group] @ factor
-        return result
-    result = a.new_zeros(a.shape[1], b.shape[-1])
-    for group, factor in zip(groups, a, strict=True):
-        result[:, group] = factor @ b[:, group]
-    return result
+        products = [
+            (a @ one).where(group[:, None], 0.0) for group, one in zip(inside, b, strict=True)
+        ]
+    else:
+        products = [(one @ b).where(group, 0.0) for group, one in zip(inside, a, strict=True)]
+    return torch.stack(products).sum(dim=0)
