@@ -490,9 +490,9 @@ def test_a_batch_that_is_no_whole_number_of_samples():
 
 
 def test_a_wrong_amount_in_a_function_is_found_too():
-    recipe = dataclasses.replace(load_recipe("my_module:my_recipe"), batch="64 apples")
+    recipe = load_recipe("my_module:my_recipe")
     with pytest.raises(RecipeError, match="not a positive count of samples or tokens"):
-        resolve_batch(recipe)
+        dataclasses.replace(recipe, batch="64 apples")
 
 
 # -- arithmetic -----------------------------------------------------------------------------------

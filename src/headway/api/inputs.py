@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from headway.cluster import Cluster, find_cluster
 from headway.errors import RecipeError, UsageError
+from headway.keywords import users_line
 from headway.planner.export.prediction import hash_of
 from headway.plans import Plan
 from headway.plans.prediction import PlanProvenance
@@ -37,7 +38,18 @@ PlanInput: TypeAlias = Plan | str | Path
 
 
 def recipe_reference(recipe: RecipeInput) -> Recipe | str:
-    """As `load_recipe` takes it."""
+    """As `load_recipe` takes it.
+
+    Raises:
+        RecipeError: It is something else: a function, a model.
+    """
+    if not isinstance(recipe, str | Path) and not hasattr(recipe, "tokens_per_sample"):
+        name = getattr(recipe, "__name__", "")
+        written = f"{name}()" if name.isidentifier() else 'headway.Recipe(...) or "module:function"'
+        raise RecipeError(
+            f"{name or f'a {type(recipe).__name__}'} is not a recipe: write {written}",
+            where=users_line(),
+        )
     return str(recipe) if isinstance(recipe, Path) else recipe
 
 
@@ -81,8 +93,9 @@ def sendable_recipe(recipe: RecipeInput, overrides: Sequence[str]) -> Recipe | s
             cannot import.
         DocumentError: The overrides have problems.
     """
-    if isinstance(recipe, str | Path):
-        return str(recipe)
+    recipe = recipe_reference(recipe)
+    if isinstance(recipe, str):
+        return recipe
     from headway.run.recipe.factory import override_recipe  # torch is there: the object needs it
 
     recipe = override_recipe(recipe, overrides)

@@ -36,6 +36,7 @@ from headway.cluster import Cluster
 from headway.cluster.presets import PRESETS, of_preset
 from headway.cost.machines import machine_of
 from headway.errors import NothingFits, PlanError, RecipeError
+from headway.keywords import checks_keywords
 from headway.planner.estimate.degrees import describe_degrees
 from headway.planner.explain.alternatives import fewer_device_counts
 from headway.planner.explain.infeasible import infeasible_error
@@ -182,6 +183,7 @@ class PlanningResult:
         return plan
 
 
+@checks_keywords
 def plan(
     recipe: RecipeInput,
     cluster: ClusterInput,

@@ -30,6 +30,7 @@ from headway.api.plan_request import (
 from headway.cluster import Cluster
 from headway.cost.machines import Machine
 from headway.errors import UsageError
+from headway.keywords import checks_keywords
 from headway.planner.export.to_simulation import step_of_plan, step_of_point
 from headway.planner.search.branch_and_bound import PlanSearch, find_plans
 from headway.planner.search.plan_conversion import fastest_alike, unpriced_parts
@@ -108,6 +109,7 @@ class SimulationResult:
         return self.step.timeline
 
 
+@checks_keywords
 def simulate(
     plan: PlanInput | None = None,
     *,

@@ -31,6 +31,7 @@ from headway.api.schedule_table import recipe_overrides
 from headway.cluster import Fault, check_faults
 from headway.documents import parse_json
 from headway.errors import TIMEOUT_SECONDS, HeadwayError, UsageError
+from headway.keywords import checks_keywords
 from headway.launch.emulation import EmulatedCluster, PacedCluster
 from headway.launch.faults import FaultInjector
 from headway.launch.forkserver import start_forkserver
@@ -102,6 +103,7 @@ class TrainingObserver(Protocol):
         ...
 
 
+@checks_keywords
 def train(
     recipe: RecipeInput,
     *,

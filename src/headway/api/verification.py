@@ -21,6 +21,7 @@ from headway.api.inputs import PlanInput, RecipeInput, resolve_plan, sendable_re
 from headway.api.training import train_to_prove
 from headway.documents import parse_json, read_text
 from headway.errors import HeadwayError, NotEqual, UsageError, WorkerFailed
+from headway.keywords import checks_keywords
 from headway.launch.forkserver import gc_paused, start_forkserver
 from headway.launch.preflight import check_processes
 from headway.run.recipe.check import check_recipe
@@ -121,6 +122,7 @@ class VerificationResult:
             raise _not_whole(wrong[0])
 
 
+@checks_keywords
 def verify(
     recipe: RecipeInput,
     *,

@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from headway.errors import PlanError
 from headway.graph.annotations import Annotations, ForcedStrategy, Strategy
+from headway.keywords import checks_keywords
 
 _MARK = "_headway_annotation"
 
@@ -88,16 +89,19 @@ class Annotation:
             self._marked.append((parent, module))
 
 
+@checks_keywords
 def replicate(devices: int) -> Annotation:
     """Each of so many devices holds what is assigned and computes a share of the samples."""
     return Annotation("replicate", devices)
 
 
+@checks_keywords
 def split(devices: int) -> Annotation:
     """So many devices each hold a share of what is assigned."""
     return Annotation("split", devices)
 
 
+@checks_keywords
 def stage(devices: int = 1) -> Annotation:
     """What is assigned begins a stage of a pipeline.
 

@@ -28,6 +28,7 @@ from headway.channel.region import METADATA_WORDS, RegionLayout, TensorMetadata
 from headway.channel.rendezvous import ChannelRendezvous, GroupRendezvous, StoreRendezvous
 from headway.channel.transport import ChannelTransport, WaitBackoff
 from headway.errors import TIMEOUT_SECONDS, HeadwayError, RunError, Stalled, UsageError
+from headway.keywords import checks_keywords
 
 Provider = Literal["auto", "shared_memory", "socket", "mpi"]
 
@@ -134,6 +135,7 @@ class ReceivedTensor:
         self.__exit__()
 
 
+@checks_keywords
 class Channel:
     """One end of a channel between two ranks; both make theirs, alike.
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from headway.errors import DataError, HeadwayError
+from headway.keywords import checks_keywords
 
 
 class GlobalGenerators:
@@ -229,6 +230,7 @@ def _format_indices(indices: Sequence[int]) -> str:
 Array = NDArray[Any]
 
 
+@checks_keywords
 class MemmapSource:
     """Windows of a flat file of tokens: sample i is the window + 1 tokens from i * window on.
 

@@ -26,6 +26,7 @@ from headway.collective.compression import (
     parse_compression,
 )
 from headway.documents import document
+from headway.keywords import checks_keywords
 from headway.units import parse_bytes
 
 DEFAULT_BUCKET, DEFAULT_CHUNK = "8 MiB", "1 MiB"
@@ -52,6 +53,7 @@ class ExchangePart:
     ranks: tuple[tuple[int, ...], ...] | None = None
 
 
+@checks_keywords
 @document
 class ExchangePlan:
     """How gradients are exchanged; the default is exact.

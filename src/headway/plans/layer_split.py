@@ -12,6 +12,7 @@ from typing import Literal
 
 from headway.collective.compression import ELEMENTWISE_NAMES, compressor_of
 from headway.documents import document
+from headway.keywords import checks_keywords
 from headway.plans.exchange import ExchangePlan
 from headway.plans.mesh import Axis, Mesh
 from headway.plans.tensor_layout import TensorGrid
@@ -46,6 +47,7 @@ class ModuleSplit:
         return grid_of(self.tensor, self.form)
 
 
+@checks_keywords
 @document
 class LayerSplit:
     """How layers and samples are split; the default splits nothing.

@@ -14,6 +14,7 @@ from pydantic import AfterValidator
 
 from headway.documents import document, nearest
 from headway.errors import DocumentError, PlanError
+from headway.keywords import checks_keywords
 from headway.schedule.check import check_schedule
 from headway.schedule.csv_format import from_csv
 from headway.schedule.generators.registry import SCHEDULES, make_schedule
@@ -34,6 +35,7 @@ def _whole(value: int) -> int:
     return value
 
 
+@checks_keywords
 @document
 class PipelinePlan:
     """Cut and schedule of a pipeline; without effect unless the axis "pipe" has several ranks.

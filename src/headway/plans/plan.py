@@ -24,6 +24,7 @@ from headway.cluster.cluster import MAX_RANKS
 from headway.collective.all_reduce.algorithm import AllReduceOptions
 from headway.documents import document, read_document, to_type
 from headway.errors import DocumentError, PlanError
+from headway.keywords import checks_keywords
 from headway.plans.batch import BatchSplit, whole_shares
 from headway.plans.exchange import AllReduceName, ExchangePlan
 from headway.plans.layer_split import SPACE, TENSOR, LayerSplit
@@ -320,6 +321,7 @@ def _layout_problems(plan: Plan) -> list[str]:
     return found
 
 
+@checks_keywords
 def data_parallel(
     batch: int,
     *,

@@ -24,7 +24,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from headway.comm.lanes.buckets import BucketTiming
+from headway.documents import nearest
 from headway.errors import PlanError, UsageError
+from headway.keywords import checks_keywords, told_together
 from headway.plans import ExchangePlan, data_parallel
 from headway.run.distributed import replica_sync
 from headway.run.distributed.world import World
@@ -34,6 +36,7 @@ from headway.run.strategy.step_context import TrainingSetup
 from headway.run.strategy.strategy import data_parallel_strategy
 
 
+@checks_keywords
 class Exchange:
     """Makes a training loop data-parallel.
 
@@ -296,7 +299,6 @@ def _described(given: ExchangePlan | None, choices: dict[str, Any]) -> ExchangeP
         )
     legal = ExchangePlan.__dataclass_fields__
     if unknown := sorted(choices.keys() - legal.keys()):
-        raise UsageError(
-            f"an Exchange has no choice {', '.join(unknown)}", fix=f"Legal: {', '.join(legal)}."
-        )
+        told = [f"there is no choice {name}{nearest(name, list(legal))}" for name in unknown]
+        raise told_together("headway.Exchange", told, UsageError)
     return given or ExchangePlan(**choices)

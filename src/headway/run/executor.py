@@ -26,11 +26,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from headway.data import Cursor, MicroBatch, RankBatch
+from headway.errors import UsageError
+from headway.keywords import checks_keywords, users_line
 from headway.plans import Plan
 from headway.plans.plan import check_device
 from headway.run.distributed import replica_sync
 from headway.run.distributed.world import World
 from headway.run.pipeline.step import check_last_batch
+from headway.run.recipe.accepted_forms import with_article
 from headway.run.recipe.recipe import Loss, sum_and_count
 from headway.run.step.batch import (
     PaddingBatch,
@@ -51,7 +54,7 @@ from headway.run.step.randomness import (
     seed_everything,
 )
 from headway.run.step.record import StepRecord
-from headway.run.step.setup import check_components, find_world, resolve_plan
+from headway.run.step.setup import check_components, find_world, resolve_plan, usable_loss
 from headway.run.strategy.step_context import TrainingSetup
 from headway.run.strategy.strategy import make_strategy
 
@@ -167,6 +170,7 @@ def _microbatch(number: int, *, idle: bool) -> list[Instruction]:
     return [Instruction("idle" if idle else "forward", number), Instruction("backward", number)]
 
 
+@checks_keywords
 class Executor:
     """Trains a model by a plan, in the user's own loop or in headway's.
 
@@ -176,8 +180,7 @@ class Executor:
 
     Args:
         model: Any module; it is used as it is and keeps its names.
-        loss: See `headway.run.recipe.recipe.Loss`; `headway.criterion` makes one of a torch
-            criterion.
+        loss: See `headway.run.recipe.recipe.Loss`; or a torch criterion.
         plan: A plan, or the path of a plan file.
         batch: In its place samples of the global batch, for data parallelism over all processes.
         clip: Largest global norm of the gradients.
@@ -185,7 +188,7 @@ class Executor:
 
     Raises:
         PlanError: The plan cannot exist, or is for another number of processes.
-        RecipeError: The optimiser or the scheduler cannot be used; see
+        RecipeError: Model, loss, optimiser or scheduler cannot be used; see
             `headway.run.step.setup.check_components`.
         UsageError: Not exactly one of `plan` and `batch` is given.
     """
@@ -206,6 +209,7 @@ class Executor:
         self.world = world or find_world()
         self.plan = resolve_plan(plan, batch, self.world.ranks)
         check_components(model, optimizer, scheduler, self.world.ranks)
+        loss = usable_loss(loss)
         check_device(self.plan, self.world.device.type)
         self.model = model.to(self.world.device)
         self.optimizer = optimizer
@@ -307,7 +311,14 @@ class Executor:
             Diverged: The loss is not finite; parameters are those before the step.
             PeerLost: Another rank vanished.
             Stalled: The exchange ran into its time-out; names who is missing.
+            UsageError: Another batch than one of `batches`.
         """
+        if not isinstance(batch, RankBatch):
+            raise UsageError(
+                f"a step takes what run.batches gives, not {with_article(batch)}: "
+                "write for batch in run.batches(dataset): run.step(batch)",
+                where=users_line(),
+            )
         self._batch = batch
         self.record = StepRecord(samples=batch.samples)
         self._spare.note(batch)

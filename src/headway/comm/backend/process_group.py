@@ -42,6 +42,7 @@ from headway.comm.backend.interpreter import (
     supports_reduction,
 )
 from headway.errors import UsageError
+from headway.keywords import checks_keywords
 
 
 class FinisherThread:
@@ -268,6 +269,7 @@ _DIRECT_RANKS = 8
 _SMALL_SHARE = 16 * 1024
 
 
+@checks_keywords
 def register_backend(
     *,
     interfaces: Sequence[str] = (),

@@ -34,6 +34,7 @@ from headway.comm.algorithms.method import (
 from headway.comm.compress.factory import make_method
 from headway.comm.lanes.buckets import dims_by_stride
 from headway.errors import RunError
+from headway.keywords import checks_keywords
 
 if TYPE_CHECKING:  # the public name is missing in torch's annotations
     from torch._C._distributed_c10d import GradBucket
@@ -146,6 +147,7 @@ def exchange_bucket(state: HookState, bucket: GradBucket) -> Future[Tensor]:
     return state.exchange(bucket)
 
 
+@checks_keywords
 def register_comm_hook(
     ddp_model: DistributedDataParallel, compress: str, *, seed: int = 0
 ) -> HookState:

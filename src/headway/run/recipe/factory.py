@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from headway.data.source import GlobalGenerators
 from headway.errors import RecipeError
 from headway.optim.lr_scaling import Scaling, scale_rates
+from headway.run.recipe.accepted_forms import Factory, ModelCopies, with_article
 from headway.run.recipe.batch_units import resolve_batch
 from headway.run.recipe.check import CheckedRecipe, check_recipe
 from headway.run.recipe.recipe import Loss, Recipe, criterion
@@ -108,15 +111,33 @@ def _build(checked: CheckedRecipe) -> Recipe:
 def _from_function(
     document: RecipeReference, where: str, keys: Mapping[str, tuple[str, ...]]
 ) -> Recipe:
-    function = _callable(document.recipe, where, "a function that returns a Recipe")
-    recipe = call_user_function(function, where=where, **document.arguments)
+    with _seeded(0):
+        function = _callable(document.recipe, where, "a function that returns a Recipe")
+    with _seeded(document.seed or 0):
+        recipe = call_user_function(function, where=where, **document.arguments)
+    seed = document.seed if document.seed is not None else getattr(recipe, "seed", 0)
+    if isinstance(getattr(recipe, "model", None), ModelCopies) and seed:
+        # The seed decides the numbers of a model that the function has built, too.
+        with _seeded(seed):
+            recipe = call_user_function(function, where=where, **document.arguments)
     if not isinstance(recipe, Recipe):
         raise RecipeError(
-            f"{document.recipe} returned {_article(recipe)}, not a Recipe",
+            f"{document.recipe} returned {with_article(recipe)}, not a Recipe",
             where=user_line(function) or where,
             fix="Return headway.Recipe(name=..., model=..., ...).",
         )
     return _with_document(recipe, document, keys)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """What the user's code draws while a recipe is made is the same in every process."""
+    generators = GlobalGenerators()
+    generators.seed(seed)
+    try:
+        yield
+    finally:
+        generators.restore()
 
 
 def _tables(
@@ -134,10 +155,10 @@ def _tables(
 def _from_tables(document: RecipeDocument, checked: CheckedRecipe) -> Recipe:
     parts = _Parts(checked)
     return Recipe(
-        model=parts.model(document.model),
+        model=parts.call("model", document.model),
         data=parts.data("data", document.data),
         loss=parts.loss(document.loss),
-        optimizer=parts.optimizer(document.optimizer),
+        optimizer=parts.call("optimizer", document.optimizer, 1),
         validation=parts.data("validation", document.validation) if document.validation else None,
         scheduler=parts.scheduler(document.scheduler) if document.scheduler else None,
         showcase=parts.call("showcase", document.showcase, 1) if document.showcase else None,
@@ -163,9 +184,6 @@ class _Parts:
         function = self.function(table.call, where)
         check_arguments(function, (None,) * given, table.arguments, where)
         return UserCall(function, table.arguments, where, self.checked.folders)
-
-    def model(self, table: RecipeCall) -> Callable[[], nn.Module]:
-        return cast("Callable[[], nn.Module]", _Checked(self.call("model", table), nn.Module))
 
     def data(self, key: str, table: DataTable) -> Callable[[], Any]:
         if table.call is not None:
@@ -205,13 +223,6 @@ class _Parts:
             function = functools.partial(function, **table.arguments)
         return criterion(function) if table.criterion else cast("Loss", function)
 
-    def optimizer(self, table: RecipeCall) -> Callable[[nn.Module], Optimizer]:
-        """An optimiser class gets the parameters; a function gets the model, to make groups."""
-        built = self.call("optimizer", table, given=1)
-        if isinstance(built.function, type) and issubclass(built.function, Optimizer):
-            return _OfParameters(built)
-        return cast("Callable[[nn.Module], Optimizer]", _Checked(built, Optimizer))
-
     def scheduler(self, table: RecipeCall, key: str = "scheduler") -> UserCall:
         # An argument that is itself a table with `call` becomes a function of the optimiser, too.
         inner = {
@@ -227,41 +238,7 @@ class _Parts:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Checked:
-    """A call whose result must be of a kind."""
-
-    call: UserCall
-    kind: type
-
-    def __call__(self, *values: Any) -> Any:
-        result = self.call(*values)
-        if not isinstance(result, self.kind):
-            raise RecipeError(
-                f"{describe_value(self.call.function)} returned {_article(result)}, "
-                f"not {_article_of(self.kind)}",
-                where=user_line(self.call.function) or self.call.where,
-            )
-        return result
-
-    def __str__(self) -> str:
-        return str(self.call)
-
-
-@dataclasses.dataclass(frozen=True)
-class _OfParameters:
-    """An optimiser class, called with the model's parameters."""
-
-    call: UserCall
-
-    def __call__(self, model: nn.Module) -> Optimizer:
-        return cast("Optimizer", self.call(model.parameters()))
-
-    def __str__(self) -> str:
-        return str(self.call)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Scaled:
+class _Scaled(Factory):
     """An optimiser whose rates are scaled from a reference batch to the recipe's."""
 
     build: Callable[[nn.Module], Optimizer]
@@ -290,7 +267,7 @@ def _scaled(recipe: Recipe, samples: int) -> _Scaled:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Cached:
+class _Cached(Factory):
     """Data behind a cache."""
 
     data: UserCall
@@ -339,14 +316,5 @@ def _memmap(table: DataTable, folder: Path, where: str) -> UserCall:
 def _callable(reference: str, where: str, wanted: str) -> Callable[..., Any]:
     function = resolve_reference(reference, where=where)
     if not callable(function):
-        raise RecipeError(f"{reference} is {_article(function)}, not {wanted}", where=where)
+        raise RecipeError(f"{reference} is {with_article(function)}, not {wanted}", where=where)
     return cast("Callable[..., Any]", function)
-
-
-def _article(value: object) -> str:
-    return "None" if value is None else _article_of(type(value))
-
-
-def _article_of(kind: type) -> str:
-    name = kind.__name__
-    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"

@@ -17,9 +17,10 @@ from torch.utils.data import Dataset
 
 from headway.data.source import Source
 from headway.errors import RecipeError
+from headway.keywords import checks_fields, told_together
 from headway.plans import ExchangePlan, LayerSplit, PipelinePlan
 from headway.plans.plan import Zero
-from headway.run.recipe.user_code import describe_value
+from headway.run.recipe.accepted_forms import accept_fields, as_criterion
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int | float]]
 """`loss(model, batch)`: the mean over the batch's samples, or a pair (sum, count).
@@ -31,17 +32,20 @@ divides the sum over the global batch by the count over the global batch.
 Examples = Source | Dataset[Any]
 
 
+@checks_fields(accept_fields, RecipeError)
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A training job as the serial run would do it.
 
+    Mistakes are told when it is made, all together (`headway.run.recipe.accepted_forms`).
+
     Attributes:
         name: Heads the report; of a recipe.toml, it also names the run directory.
         model: Builds the model; called once per process after seeding, so that every rank and
-            every plan starts from the same numbers.
-        data: Builds the training data: a `Source` or any map-style torch `Dataset`.
-        loss: See `Loss`; `criterion` turns a torch criterion into one.
-        optimizer: Builds the optimiser from the model.
+            every plan starts from the same numbers. Or a model: every process begins with a copy.
+        data: Builds the training data: a `Source` or any map-style torch `Dataset`; or the data.
+        loss: See `Loss`; or a torch criterion, as with `criterion`.
+        optimizer: Builds the optimiser from the model; or an optimiser class or a partial of one.
         batch: The global batch of one optimiser step: "64 samples", "8192 tokens", or a number of
             samples.
         stop: When the run is complete: "300 steps", "2 epochs", "1M samples".
@@ -76,7 +80,7 @@ class Recipe:
     model: Callable[[], nn.Module]
     data: Callable[[], Examples]
     loss: Loss
-    optimizer: Callable[[nn.Module], Optimizer]
+    optimizer: Callable[[Any], Optimizer]
     batch: int | str
     stop: int | str
     microbatch: int | None = None
@@ -103,20 +107,6 @@ class Recipe:
     showcase: Callable[[nn.Module], str] | None = None
 
 
-@dataclass(frozen=True)
-class _CriterionLoss:
-    """A class and no closure: it must pickle, as recipes are sent to workers."""
-
-    function: Callable[[Any, Any], Tensor]
-
-    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        inputs, target = batch
-        return self.function(model(inputs), target)
-
-    def __str__(self) -> str:
-        return f"criterion({describe_value(self.function)})"
-
-
 def criterion(function: Callable[[Any, Any], Tensor]) -> Loss:
     """A torch criterion as a `Loss`, for data that yields (input, target).
 
@@ -124,8 +114,14 @@ def criterion(function: Callable[[Any, Any], Tensor]) -> Loss:
         function: For example `nn.CrossEntropyLoss()`: (output, target) -> mean over the samples.
             Its mean must weigh every sample equally; for losses that ignore some labels write a
             `Loss` that returns (sum, count).
+
+    Raises:
+        RecipeError: Its reduction is not the mean.
     """
-    return _CriterionLoss(function)
+    try:
+        return as_criterion(function)
+    except ValueError as error:
+        raise told_together("headway.criterion", [str(error)], RecipeError) from None
 
 
 def sum_and_count(value: Any, samples: int) -> tuple[Tensor, Tensor | float]:

@@ -7,9 +7,9 @@ describe; the plan is the one given, one in a file, or data parallelism over all
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from headway.errors import PlanError, RecipeError, UsageError
+from headway.keywords import told_together, users_line
 from headway.plans import Plan, data_parallel, pipelined
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
+from headway.run.recipe.accepted_forms import WRAPPERS, as_loss, with_article, written_name
 from headway.run.recipe.batch_units import resolve_batch
-from headway.run.recipe.recipe import Recipe
+from headway.run.recipe.recipe import Loss, Recipe
 from headway.run.step.memory import is_storage_released
 
 
@@ -46,6 +48,11 @@ def resolve_plan(plan: Plan | str | Path | None, batch: int | None, ranks: int) 
             fix="Write Executor(model, optimizer, loss=loss, batch=64) or plan='plan.json'.",
         )
     if batch is not None:
+        if isinstance(batch, bool) or not isinstance(batch, int):
+            raise UsageError(
+                f"Executor: batch={batch!r} is not a number of samples: write batch=64",
+                where=users_line(),
+            )
         return data_parallel(batch, processes=ranks)
     found = plan if isinstance(plan, Plan) else Plan.load(Path(str(plan)))
     found.check()
@@ -96,10 +103,13 @@ def check_components(
     """Refuse what a step cannot drive.
 
     Raises:
-        RecipeError: The optimiser wants a closure, the scheduler wants a number, or the optimiser
-            holds parameters of something other than the model.
+        RecipeError: One is of another kind, the optimiser wants a closure, the scheduler wants a
+            number, or the optimiser holds parameters of something other than the model.
         UsageError: The model is not whole.
     """
+    problems = [*_component_problems(model, optimizer, scheduler)]
+    if problems:
+        raise told_together("Executor or Exchange", problems, RecipeError)
     for name, parameter in model.named_parameters():
         if is_storage_released(parameter):
             raise UsageError(
@@ -137,6 +147,43 @@ def check_components(
                     why="Only gradients of the model's parameters are summed over the ranks.",
                     fix="Register it on the model (a loss with parameters: as a submodule).",
                 )
+
+
+def usable_loss(loss: Any) -> Loss:
+    """A loss of (model, batch), from one or from a criterion.
+
+    Raises:
+        RecipeError: With what to write.
+    """
+    try:
+        return cast("Loss", as_loss(loss))
+    except ValueError as error:
+        raise told_together("Executor", [f"loss: {error}"], RecipeError) from None
+
+
+def _component_problems(model: Any, optimizer: Any, scheduler: Any) -> Iterator[str]:
+    """What is of another kind, a sentence each."""
+    if not isinstance(model, nn.Module):
+        call = "model=Net()" if callable(model) else "model=torch.nn.Linear(4, 2)"
+        yield f"model: {with_article(model)} cannot be used: write for example {call}"
+    elif type(model).__name__ in WRAPPERS:
+        yield f"model: {type(model).__name__} does what headway does itself: write model.module"
+    if isinstance(optimizer, list | tuple):
+        yield (
+            f"optimizer: {with_article(optimizer)} of {len(optimizer)}: write one with a parameter "
+            "group for each"
+        )
+    elif not isinstance(optimizer, Optimizer):
+        name = written_name(optimizer) if isinstance(optimizer, type) else "torch.optim.AdamW"
+        given = "the class itself" if isinstance(optimizer, type) else with_article(optimizer)
+        yield f"optimizer: {given} cannot be used: write {name}(model.parameters(), lr=1e-3)"
+    if scheduler is not None and not hasattr(type(scheduler), "step"):
+        yield (
+            f"scheduler: {with_article(scheduler)} cannot be used: write for example "
+            "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)"
+        )
+    elif isinstance(scheduler, type):
+        yield f"scheduler: the class itself: write {written_name(scheduler)}(optimizer, ...)"
 
 
 def _required(method: Callable[..., Any]) -> str:
