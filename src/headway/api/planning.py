@@ -273,6 +273,7 @@ def plan(
         outcome = search_cuttable(search, lambda one: one, RecipeLimits(), captured.recipe)
     else:
         outcome = search(RecipeLimits())  # no limits: an ordinary search
+    _warn_of_split_loss(captured.recipe, outcome, captured.batch)
     prices = device_prices(options, found)
     return PlanningResult(
         recipe=recipe,
@@ -288,6 +289,22 @@ def plan(
         any_devices=options.counts is None,
         model=captured.recipe,
     )
+
+
+def _warn_of_split_loss(recipe: Recipe, outcome: SearchResult, batch: int) -> None:
+    """Say where the chosen plan splits a batch whose loss does not add up; of small models only."""
+    from headway.run.measure.recipe_model import (  # imports torch
+        LOSS_SAMPLES,
+        TRIAL_FLOPS,
+        explain_recipe_loss,
+    )
+
+    work = outcome.question.work
+    small = work.graph.flops.total * LOSS_SAMPLES / work.samples <= TRIAL_FLOPS
+    if small and batch >= LOSS_SAMPLES and outcome.best.degrees.microbatch < batch:
+        doubt = explain_recipe_loss(recipe)
+        if doubt:
+            warnings.warn(doubt, stacklevel=3)
 
 
 def search_cuttable(

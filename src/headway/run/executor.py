@@ -46,6 +46,7 @@ from headway.run.step.batch import (
 )
 from headway.run.step.double_precision import double_precision
 from headway.run.step.forward_pass import ForwardPass, autocast, float_dtype, to_float64
+from headway.run.step.loss_probe import explain_split_loss, whole_copy
 from headway.run.step.randomness import (
     LogicalRandomness,
     RandomDraws,
@@ -180,7 +181,8 @@ class Executor:
 
     Args:
         model: Any module; it is used as it is and keeps its names.
-        loss: See `headway.run.recipe.recipe.Loss`; or a torch criterion.
+        loss: See `headway.run.recipe.recipe.Loss`; or a torch criterion; or "tokens", the model's
+            own (`headway.huggingface`).
         plan: A plan, or the path of a plan file.
         batch: In its place samples of the global batch, for data parallelism over all processes.
         clip: Largest global norm of the gradients.
@@ -198,7 +200,7 @@ class Executor:
         model: nn.Module,
         optimizer: Optimizer,
         *,
-        loss: Loss,
+        loss: Loss | Literal["tokens"],
         plan: Plan | str | Path | None = None,
         batch: int | None = None,
         scheduler: LRScheduler | None = None,
@@ -240,6 +242,7 @@ class Executor:
         if self.world.ranks > 1:
             replica_sync.sync_initial_state(self.model, self.world)
         self._spare = PaddingBatch(self.plan)
+        self._check_loss: Callable[[RankBatch], None] | None = self._loss_check(loss)
         self.strategy = make_strategy(
             TrainingSetup(
                 model=self.model,
@@ -368,6 +371,9 @@ class Executor:
         Raises:
             PlanError: The model cannot be cut.
         """
+        if self._check_loss is not None and batch is not None and batch.micros:
+            self._check_loss(batch)
+            self._check_loss = None
         with double_precision(self.plan.memory.precision):
             self._sites = self.strategy.prepare(batch) or self._sites
 
@@ -522,6 +528,26 @@ class Executor:
             self._mode_of = micro
         with self._mode.active() if self._sites.forward else nullcontext():
             yield
+
+    def _loss_check(self, loss: Loss) -> Callable[[RankBatch], None] | None:
+        """A look at the loss of the first batch, with the whole model, on one rank alone."""
+        # Of samples in parts, of which no rank has a whole one, nothing can be said.
+        if self.world.rank or self.plan.split.spatial:
+            return None
+        sharded = self.plan.memory.zero > 0 and self.world.ranks > 1
+        model = whole_copy(self.model) if sharded else self.model
+        if model is None:
+            return None
+
+        def check(batch: RankBatch) -> None:
+            if len(batch.micros[0].positions) == batch.samples:
+                return  # it is not split
+            with double_precision(self.plan.memory.precision):
+                doubt = explain_split_loss(model, loss, batch.micros, self._prepare)
+            if doubt:
+                warnings.warn(doubt, stacklevel=2)
+
+        return check
 
     def _probe(self, data: Any, loss: Loss | None = None) -> RandomDraws:
         """Probe the random draws of the model; warns where they depend on the split."""

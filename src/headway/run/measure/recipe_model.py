@@ -20,6 +20,7 @@ from torch import nn
 from headway.capture.annotations import annotations_of, building
 from headway.capture.fake_tensors import FakeContext
 from headway.capture.model_capture import capture
+from headway.data import MicroBatch
 from headway.errors import PlanError
 from headway.graph.annotations import Annotations
 from headway.graph.model_graph import ModelGraph
@@ -32,6 +33,7 @@ from headway.run.recipe.factory import load_recipe
 from headway.run.recipe.recipe import Recipe
 from headway.run.step.batch import example_batch, to_device
 from headway.run.step.forward_pass import autocast, float_dtype, to_float64
+from headway.run.step.loss_probe import explain_split_loss
 from headway.run.step.randomness import build_model, generators_restored
 from headway.run.step.setup import check_components
 
@@ -183,6 +185,25 @@ def check_stage_boundaries(
             pretence = FakeContext()
             model, data = pretence.model(model), pretence.tree(data)
         check_cut(model, recipe.loss, data, at)
+
+
+LOSS_SAMPLES = 4
+"""With which a loss is looked at: enough for parts of different sizes."""
+
+
+def explain_recipe_loss(recipe: Recipe) -> str:
+    """Why the loss of a recipe depends on how its batch is split; "" where nothing is known.
+
+    The model is built and run on a CPU with `LOSS_SAMPLES`.
+    """
+    with generators_restored():
+        dtype = float_dtype(recipe.precision)
+        model = build_model(recipe)
+        model = to_float64(model) if dtype else model
+        data = example_batch(recipe, LOSS_SAMPLES)
+        micro = MicroBatch(positions=tuple(range(LOSS_SAMPLES)), data=data)
+        prepare = partial(to_device, device=torch.device("cpu"), dtype=dtype)
+        return explain_split_loss(model, recipe.loss, [micro], prepare)
 
 
 def check_recipe_components(recipe: Recipe, ranks: int) -> None:

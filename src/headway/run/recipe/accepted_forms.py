@@ -26,6 +26,7 @@ from torch.utils.data import Dataset
 
 from headway.documents import to_type
 from headway.errors import DocumentError, RecipeError
+from headway.huggingface import TokenLoss
 from headway.plans import ExchangePlan, LayerSplit, PipelinePlan
 from headway.run.recipe.schema import RecipeReference, Scalars
 from headway.run.recipe.user_code import UserCall, describe_value, user_line
@@ -206,13 +207,20 @@ def as_data(value: Any, field: str = "data") -> Callable[[], Any]:
 
 
 def as_loss(value: Any) -> Any:
-    """A loss of (model, batch), from one or from a torch criterion.
+    """A loss of (model, batch), from one, from a torch criterion, or from the word "tokens".
 
     Raises:
         ValueError: One sentence with what to write.
     """
     if isinstance(value, CriterionLoss):
         return value
+    if value == "tokens":
+        return TokenLoss()
+    if isinstance(value, str):
+        raise ValueError(
+            f'{value!r} is no loss: write loss="tokens" for a model that returns its own, or '
+            f"loss={_EXAMPLES['loss']}"
+        )
     if isinstance(value, type) and issubclass(value, nn.Module):
         raise ValueError(f"{written_name(value)} is a class: write loss={written_name(value)}()")
     if _is_criterion(value):

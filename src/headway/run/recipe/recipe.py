@@ -44,7 +44,8 @@ class Recipe:
         model: Builds the model; called once per process after seeding, so that every rank and
             every plan starts from the same numbers. Or a model: every process begins with a copy.
         data: Builds the training data: a `Source` or any map-style torch `Dataset`; or the data.
-        loss: See `Loss`; or a torch criterion, as with `criterion`.
+        loss: See `Loss`; or a torch criterion, as with `criterion`; or "tokens", the model's
+            own over labels that are not ignored (`headway.huggingface`).
         optimizer: Builds the optimiser from the model; or an optimiser class or a partial of one.
         batch: The global batch of one optimiser step: "64 samples", "8192 tokens", or a number of
             samples.

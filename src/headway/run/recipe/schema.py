@@ -115,10 +115,16 @@ def _name(value: object) -> object:
     return value
 
 
-def table_of(*own: str) -> BeforeValidator:
-    """Gather what is not one of the table's `own` keys as keyword arguments."""
+def table_of(*own: str, **shorthands: str) -> BeforeValidator:
+    """Gather what is not one of the table's `own` keys as keyword arguments.
+
+    Args:
+        shorthands: Texts that stand for a table whose `call` is given.
+    """
 
     def gather(value: object) -> object:
+        if isinstance(value, str) and value in shorthands:
+            return {"call": shorthands[value]}
         if not isinstance(value, dict):
             raise ValueError(
                 f'{value!r} is not a table; write it as [table] with call = "module:name"'
@@ -132,6 +138,9 @@ def table_of(*own: str) -> BeforeValidator:
 
     return BeforeValidator(gather)
 
+
+TOKEN_LOSS = "headway.huggingface:TokenLoss"
+"""What `loss = "tokens"` stands for."""
 
 NonNegativeInt = Annotated[int, _whole(0)]
 PositiveInt = Annotated[int, _whole(1)]
@@ -252,7 +261,7 @@ class RecipeDocument(Scalars):
     stop: Stop
     model: CallTable
     data: DataCall
-    loss: Annotated[LossTable, table_of("call", "criterion")]
+    loss: Annotated[LossTable, table_of("call", "criterion", tokens=TOKEN_LOSS)]
     optimizer: CallTable
     validation: DataCall | None = None
     scheduler: CallTable | None = None

@@ -272,7 +272,7 @@ def _record(
     """Run a pass, put everything back, and return what was drawn."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     recorder = _Recorder()
-    with uncompiled(), _buffers_restored(model), generators_restored(), recorder:
+    with uncompiled(), buffers_restored(model), generators_restored(), recorder:
         value = loss(model, data)
         recorder.forward = len(recorder.shapes)
         total, _ = sum_and_count(value, 1)
@@ -298,7 +298,7 @@ def count_draws_before(
     recorder = _Recorder()
     with (
         uncompiled(),
-        _buffers_restored(model),
+        buffers_restored(model),
         generators_restored(),
         torch.no_grad(),
         recorder,
@@ -308,7 +308,8 @@ def count_draws_before(
 
 
 @contextmanager
-def _buffers_restored(model: nn.Module) -> Iterator[None]:
+def buffers_restored(model: nn.Module) -> Iterator[None]:
+    """Leave a model's buffers as they were."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         yield
