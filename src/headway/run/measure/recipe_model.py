@@ -201,7 +201,7 @@ def explain_recipe_loss(recipe: Recipe) -> str:
         model = build_model(recipe)
         model = to_float64(model) if dtype else model
         data = example_batch(recipe, LOSS_SAMPLES)
-        micro = MicroBatch(positions=tuple(range(LOSS_SAMPLES)), data=data)
+        micro = MicroBatch(positions=range(LOSS_SAMPLES), data=data)
         prepare = partial(to_device, device=torch.device("cpu"), dtype=dtype)
         return explain_split_loss(model, recipe.loss, [micro], prepare)
 
