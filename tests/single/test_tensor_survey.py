@@ -269,3 +269,11 @@ def test_code_that_needs_numbers_is_refused_by_name():
         of_vectors(Routed())
     assert "test_tensor_survey.py" in str(caught.value)
     assert "DynamicOutputShape" in str(caught.value)
+
+
+def test_a_model_of_which_nothing_is_split_is_refused():
+    with pytest.raises(PlanError, match="no layer of Conv1d is split over 2 ranks"):
+        of_vectors(nn.Conv1d(3, 3, 3, padding=1))
+    whole = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    with pytest.raises(PlanError, match="all of them would compute the same"):
+        of_vectors(whole, whole=["*"])

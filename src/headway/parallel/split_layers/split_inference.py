@@ -410,7 +410,8 @@ def infer_split(
 
     Raises:
         PlanError: The degrees do not divide something, with the legal ones; on a grid that cuts
-            every activation, a function has no rule; or a pattern means no parameter.
+            every activation, a function has no rule; a pattern means no parameter; or nothing is
+            split.
     """
     blames: dict[str, FailedSplit] = {}
     islands = submodule_grids(model, by)
@@ -439,6 +440,8 @@ def infer_split(
         raise _refusal(model, plan, [f"{name}: {one.why}" for name, one in found.items()])
     names = [name for run in runs for name in run.names.values()]
     decided = {name: cuts for run in runs for name, cuts in run.cuts.items()}
+    if plan.ranks > 1 and not any(cut.axes for cuts in decided.values() for cut in cuts):
+        raise _nothing_to_split(model, plan, blames)
     takers = [taking for run in runs for taking in run.takers.values()]
     return SplitDecisions(
         plan=plan,
@@ -482,6 +485,19 @@ def _refusal(model: nn.Module, plan: TensorGrid, problems: Sequence[str]) -> Pla
         f"{type(model).__name__} cannot be split over a {plan.form} grid",
         problems=problems,
         fix="The classic form leaves such layers whole; or name them in whole=[...].",
+    )
+
+
+def _nothing_to_split(
+    model: nn.Module, plan: TensorGrid, blames: Mapping[str, FailedSplit]
+) -> PlanError:
+    """The refusal of a split in which all ranks would compute the same."""
+    return PlanError(
+        f"no layer of {type(model).__name__} is split over {plan.ranks} ranks: all of them would "
+        "compute the same",
+        problems=[f"{name}: {blame.why}" for name, blame in blames.items()],
+        fix="Linear layers, attention and embeddings are split. For convolutions split samples "
+        "(--set 'split.spatial=[2, 1]'), or leave split away: every rank takes other samples.",
     )
 
 
