@@ -121,6 +121,12 @@ def _scaled(value: float, step: int, units: tuple[str, ...]) -> str:
     return f"{_three(value)} {units[-1]}"
 
 
+def counted(number: object, noun: str) -> str:
+    """A number with its noun: "1 sample", "2 samples", "2 processes"."""
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
+
+
 def format_number(value: float) -> str:
     """A number without a unit: three significant digits, 12345 -> "12,345"."""
     return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"

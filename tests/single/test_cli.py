@@ -332,8 +332,49 @@ def test_resume_takes_the_newest_run(folder, launched, capsys):
 
 
 def test_resume_where_nothing_is_yet_starts(folder, launched, capsys):
+    Path("fresh").mkdir()
     assert cli.main(["train", "recipe.toml", "-d", "fresh", "--resume"]) == 0
     assert "fresh holds no run yet" in capsys.readouterr().err
+
+
+def test_resume_of_a_misspelt_directory_names_the_nearest_run(folder, launched, capsys):
+    hold_run("spirals-1")
+    Path("spirals-2").mkdir()
+    assert cli.main(["train", "recipe.toml", "-d", "spiral-1", "--resume"]) == 1
+    said = capsys.readouterr().err
+    assert "spiral-1: there is no such run to resume; did you mean spirals-1?" in said
+    assert not launched
+    assert not Path("spiral-1").exists()
+
+
+PATHS = ["file", "file/below", "/proc/none", "x" * 300, f"{'x' * 300}/below"]
+COMMANDS = {
+    "train -d PATH": "recipe.toml",
+    "train --resume -d PATH": "recipe.toml",
+    "train --plan PATH": "recipe.toml",
+    "train --schedule PATH": "recipe.toml",
+    "train --emulate PATH": "recipe.toml",
+    "report PATH": "",
+    "checkpoint show PATH": "",
+    "plan show PATH": "",
+    "plan check PATH": "",
+    "explain PATH": "",
+    "cluster show PATH": "",
+    "schedule check PATH": "",
+}
+
+
+@pytest.mark.parametrize("path", PATHS, ids=["file", "below a file", "proc", "long", "below long"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_path_that_cannot_be_used_is_named_in_one_error(command, path, folder, launched, capsys):
+    Path("file").write_text("not a table")
+    words = command.replace("PATH", path).split()
+    words[1:1] = filter(None, [COMMANDS[command]])
+    assert cli.main(words) in {1, 2, 3}
+    said = "".join(capsys.readouterr())
+    assert "Traceback" not in said
+    assert path.partition("/")[0][:20] in said
+    assert not launched
 
 
 def test_a_wrong_recipe_is_reported_without_torch(folder):

@@ -44,6 +44,7 @@ from headway.run.recipe.check import check_recipe
 from headway.run.recipe.schema import RecipeDocument, RecipeReference
 from headway.run.training.job import TrainingOutcome, TrainJob
 from headway.run.training.run_directory import RunDirectory, choose_directory
+from headway.units import counted
 
 if TYPE_CHECKING:
     from headway.run.recipe.recipe import Recipe
@@ -204,7 +205,7 @@ def train(
         known = default_plan(source, ranks)
     elif known.ranks != ranks:
         raise UsageError(
-            f"the plan is for {known.ranks} processes, not for {ranks}",
+            f"the plan is for {counted(known.ranks, 'process')}, not for {ranks}",
             where="" if isinstance(plan, Plan) else str(plan),
             fix=f"Use --processes {known.ranks}, or another plan.",
         )

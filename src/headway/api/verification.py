@@ -25,6 +25,7 @@ from headway.keywords import checks_keywords
 from headway.launch.forkserver import gc_paused, start_forkserver
 from headway.launch.preflight import check_processes
 from headway.run.recipe.check import check_recipe
+from headway.units import counted
 
 if TYPE_CHECKING:
     from headway.plans import Plan
@@ -329,7 +330,7 @@ def _whole_runs(job: VerifyJob, processes: int, pieces: bool) -> dict[str, Compa
                 # The same steps went well without a checkpoint between them.
                 raise NotEqual(
                     f"a training run ({name}) does NOT end as the serial run: it fails",
-                    where=f"{plan.ranks} processes",
+                    where=f"{counted(plan.ranks, 'process')}",
                     why=str(error),
                     fix="Look at what is restored from the checkpoint.",
                 ) from error
@@ -497,7 +498,7 @@ def _not_whole(verdict: EquivalenceResult) -> NotEqual:
     return NotEqual(
         f"a training run ({name}) {must or 'does NOT end as the serial run'}; "
         f"first difference: {others[0]}",
-        where=f"{verdict.processes} processes",
+        where=f"{counted(verdict.processes, 'process')}",
         why=f"{len(others)} values differ:\n  " + "\n  ".join(others[:5]),
         fix="The steps themselves are equal: look at checkpoints, at what is restored from them, "
         "and at the validation.",
@@ -513,7 +514,7 @@ def _broken(verdict: EquivalenceResult, replay: Comparison | None, which: str) -
     broken = [str(one) for one in replay.wrong]
     return NotEqual(
         f"the run {which} is NOT what one process makes of it; first difference: {broken[0]}",
-        where=f"{verdict.processes} processes",
+        where=f"{counted(verdict.processes, 'process')}",
         why=f"{len(broken)} of {len(replay.differences)} values differ, in the order of "
         "execution:\n  " + "\n  ".join(broken[:5]) + _then(verdict),
         fix="This is a mistake of headway; please report it with the plan.",
@@ -529,9 +530,9 @@ def _not_equal(wrong: list[EquivalenceResult], steps: int) -> NotEqual:
         what = "what one process makes of the same table with its delayed updates"
     return NotEqual(
         f"the split run is NOT {what}; first difference: {first}",
-        where=f"{wrong[0].processes} processes",
+        where=f"{counted(wrong[0].processes, 'process')}",
         why=f"{len(others)} tensors differ by more than {wrong[0].comparison.tolerance:.0e} in "
-        f"{steps} steps, in the order of execution:\n  "
+        f"{counted(steps, 'step')}, in the order of execution:\n  "
         + "\n  ".join(others[:5])
         + _then(wrong[0]),
         fix="A loss that is not a mean over samples, batch statistics, or random numbers from "

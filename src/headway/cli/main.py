@@ -9,7 +9,6 @@ are needed for the overview, which therefore is quick.
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import warnings
@@ -111,10 +110,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        # Any word of a command line may be looked for as a file.
-        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            long = UsageError(f"no file has so long a name: {error.filename}")
-            return show_error(long, trace=trace)
+        # Any word of a command line may be taken for a file; one that headway itself has opened is
+        # no fault of the user's only where nothing names it.
+        if isinstance(error, OSError) and isinstance(error.filename, str):
+            why = error.strerror or str(error)
+            unusable = UsageError(f"cannot be used: {why}", where=error.filename)
+            return show_error(unusable, trace=trace)
         return show_bug(error)
 
 

@@ -41,6 +41,7 @@ from headway.data.order import (
 from headway.data.source import SeededSource, Source, reading
 from headway.errors import DataError, HeadwayError
 from headway.plans import BatchSplit
+from headway.units import counted
 
 _BLOCK = 1024
 """Places of an epoch permuted at once: 0.4 ms, where 32 places alone take 0.15 ms."""
@@ -388,7 +389,7 @@ def checked_length(source: Source, batch: int, limit: int | None = None) -> int:
         raise DataError(
             "the data set is smaller than one batch",
             where=type(source).__name__,
-            why=f"It has {length} samples; the global batch has {batch}.",
-            fix=f"Set the batch to at most {length} samples, or give more data.",
+            why=f"It has {counted(length, 'sample')}; the global batch has {batch}.",
+            fix=f"Set the batch to at most {counted(length, 'sample')}, or give more data.",
         )
     return length

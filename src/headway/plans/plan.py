@@ -32,6 +32,7 @@ from headway.plans.mesh import Axis, Mesh
 from headway.plans.pipeline import PIPE_AXIS, PipelinePlan
 from headway.plans.prediction import Prediction
 from headway.plans.tensor_layout import divisors
+from headway.units import counted
 
 Zero = Literal[0, 1, 2, 3]
 """See `plan.MemoryPolicy`."""
@@ -277,9 +278,9 @@ def _illegal_values(plan: Plan) -> list[str]:
         found.append(f"batch.samples is {plan.batch.samples}; at least 1")
     elif plan.batch.samples < plan.data_degree:
         found.append(
-            f"batch.samples is {plan.batch.samples} for {plan.data_degree} ranks on axis "
-            f"{plan.exchange.axis}: some ranks would never have work; use at most "
-            f"{plan.batch.samples} ranks"
+            f"batch.samples is {plan.batch.samples} for {counted(plan.data_degree, 'rank')} on "
+            f"axis {plan.exchange.axis}: some ranks would never have work; use at most "
+            f"{counted(plan.batch.samples, 'rank')}"
         )
     found.extend(plan.batch.problems(plan.data_degree))
     if plan.batch.microbatch is not None and plan.batch.microbatch < 1:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from headway.documents import parse_json, to_type
 from headway.plans.prediction import Prediction
-from headway.units import format_bytes, format_seconds
+from headway.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -142,7 +142,7 @@ def describe_event(event: Event, progress: Progress, cause: str = "") -> str | N
         case "validation":
             return (
                 f"{_at(event, progress)}  validation loss {_loss(event['loss'])}  "
-                f"{_count(event['samples'])} samples  {format_seconds(event['seconds'])}"
+                f"{_samples(event['samples'])}  {format_seconds(event['seconds'])}"
             )
         case "checkpoint":
             return (
@@ -184,7 +184,7 @@ def _at(event: Event, progress: Progress) -> str:
 
 def _started(event: Event, cause: str) -> str | None:
     if not cause:
-        steps = f"{event.get('steps', '?')} steps, {event.get('batch', '')}".rstrip(", ")
+        steps = f"{counted(event.get('steps', '?'), 'step')}, {event.get('batch', '')}".rstrip(", ")
         known = read_prediction(event.get("predicted"))
         if known is None:
             return steps
@@ -214,6 +214,10 @@ def _loss(value: float) -> str:
 def _count(value: float) -> str:
     """1203.4 -> "1 203"; small values keep three digits."""
     return f"{value:,.0f}".replace(",", " ") if value >= 100 else f"{value:.3g}"
+
+
+def _samples(number: float) -> str:
+    return "1 sample" if number == 1 else f"{_count(number)} samples"
 
 
 def _short_time(seconds: float) -> str:

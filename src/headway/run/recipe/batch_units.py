@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from headway.errors import DataError, RecipeError
 from headway.run.recipe.schema import BATCH_UNITS, STOP_UNITS, RecipeDocument
-from headway.units import Amount
+from headway.units import Amount, counted
 
 if TYPE_CHECKING:
     from headway.run.recipe.recipe import Recipe
@@ -47,7 +47,7 @@ def steps_per_epoch(recipe: Recipe, length: int) -> int:
     batch = resolve_batch(recipe)
     if length < batch:
         raise DataError(
-            f"the training data has {length} samples, fewer than one batch of {batch}",
+            f"the training data has {counted(length, 'sample')}, fewer than one batch of {batch}",
             where=f"recipe {recipe.name}",
             fix=f'Use more data, or batch = "{max(length, 1)} samples" at most.',
         )

@@ -41,6 +41,7 @@ from headway.plans.plan import SHARD_AXIS
 from headway.run.distributed.device_mesh import refined_mesh
 from headway.run.recipe.recipe import Loss, Recipe
 from headway.run.step.memory import share_of_memory
+from headway.units import counted
 
 if TYPE_CHECKING:
     from headway.run.distributed.world import World
@@ -198,7 +199,8 @@ class PaddingBatch:
             return
         if not self._met and batch.samples < self._ranks:
             raise DataError(
-                f"the first batch has {batch.samples} samples for {self._ranks} ranks",
+                f"the first batch has {counted(batch.samples, 'sample')} "
+                f"for {counted(self._ranks, 'rank')}",
                 why="With sharded state a rank without samples repeats its last micro-batch.",
                 fix="Set drop_last, or begin at another batch.",
             )

@@ -26,6 +26,7 @@ from headway.run.recipe.accepted_forms import WRAPPERS, as_loss, with_article, w
 from headway.run.recipe.batch_units import resolve_batch
 from headway.run.recipe.recipe import Loss, Recipe
 from headway.run.step.memory import is_storage_released
+from headway.units import counted
 
 
 def find_world() -> World:
@@ -59,8 +60,10 @@ def resolve_plan(plan: Plan | str | Path | None, batch: int | None, ranks: int) 
     if found.ranks != ranks:
         raise PlanError(
             "this plan is for another number of processes",
-            problems=[f"the plan has {found.ranks} ranks; {ranks} processes run"],
-            fix=f"Start {found.ranks} processes, or make a plan for {ranks}.",
+            problems=[
+                f"the plan has {counted(found.ranks, 'rank')}; {counted(ranks, 'process')} run"
+            ],
+            fix=f"Start {counted(found.ranks, 'process')}, or make a plan for {ranks}.",
         )
     return found
 
@@ -126,7 +129,7 @@ def check_components(
         )
     if isinstance(optimizer, torch.optim.SparseAdam) and ranks > 1:
         raise RecipeError(
-            f"the optimiser {kind} cannot be used by {ranks} processes",
+            f"the optimiser {kind} cannot be used by {counted(ranks, 'process')}",
             why="It takes sparse gradients only; they are summed over the ranks as dense ones.",
             fix="Use another optimiser, or one process. nn.Embedding(sparse=True) itself is fine.",
         )

@@ -67,7 +67,8 @@ class Journal:
             record.flights,
             offset,
         )
-        exposed = record.seconds("wait") + inside
+        # Alone, a process waits for nobody: its "exchange" is the price of doing nothing.
+        exposed = record.seconds("wait") + inside if self._world.ranks > 1 else 0.0
         self._own.write(
             "rank_step",
             step=step,

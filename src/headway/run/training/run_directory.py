@@ -16,9 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryFile
 from time import time
 from typing import Any
 
+from headway.documents import nearest
 from headway.errors import RunDirectoryTaken, RunError, UsageError
 from headway.plans import Plan
 from headway.run.distributed.launch_env import LaunchEnv
@@ -84,7 +86,8 @@ def choose_directory(
     that it is runs/NAME there, without a number.
 
     Raises:
-        UsageError: There is no run to resume, or the directory cannot be made: too long a name.
+        UsageError: There is no run to resume, or the directory cannot be made or written: too long
+            a name, a file of this name, a file system that is read-only.
         RunDirectoryTaken: It holds a run.
     """
     if given is None and place.found_world:
@@ -97,7 +100,12 @@ def choose_directory(
         if place.attempt == 0 and place.rank == 0:
             RunDirectory(given).check_free(resume=resume)
             if resume and not RunDirectory(given).recipe_file.exists():
+                _check_resumed(given)
                 _LOG.info("%s holds no run yet; starting at step 0", given)
+            given.mkdir(parents=True, exist_ok=True)
+            # `os.access` says yes to root on a file system that is read-only.
+            with TemporaryFile(dir=given):
+                pass
     except OSError as error:
         raise UsageError(
             f"there can be no such run directory: {error.strerror}",
@@ -105,6 +113,24 @@ def choose_directory(
             fix="Choose another --directory.",
         ) from None
     return given
+
+
+def _check_resumed(given: Path) -> None:
+    """Refuse to resume a directory that does not exist: it is more likely misspelt than new.
+
+    Raises:
+        UsageError: Names the nearest runs.
+    """
+    if given.is_dir():
+        return
+    parent = given.parent
+    others = sorted(path.name for path in parent.iterdir()) if parent.is_dir() else []
+    runs = [name for name in others if RunDirectory(parent / name).recipe_file.exists()]
+    raise UsageError(
+        f"there is no such run to resume{nearest(given.name, runs)}",
+        where=str(given),
+        fix="Correct the name; or make the directory first, if this job is to begin there.",
+    )
 
 
 def _numbered(name: str) -> dict[int, Path]:
