@@ -405,6 +405,15 @@ def test_the_command_exits_with_4_and_names_the_first_difference(tmp_path):
     assert "Traceback" not in done.err
 
 
+def test_running_statistics_of_copies_equal_the_serial_run_over_the_microbatches(tmp_path):
+    words = ("--set", "microbatch=3", "--microbatches", "--steps", "2", "--json")
+    done = headway_here("verify", "support.recipes:normalised", "-n", "2", *words, cwd=tmp_path)
+    assert done.code == 0, done.out + done.err
+    (facts,) = json.loads(done.out)
+    assert facts["equal"]
+    assert facts["errors"]["buffer"] < 1e-12
+
+
 @pytest.mark.slow
 def test_a_pipeline_with_batch_normalisation_equals_the_serial_run_over_its_microbatches(tmp_path):
     words = ("verify", "support.recipes:normalised", "-n", "2", "--set", "stages=2")

@@ -12,7 +12,7 @@ PipeDream (Narayanan et al., SOSP 2019), PipeDream-2BW (Narayanan et al., ICML 2
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -69,7 +69,8 @@ def record_serial(_: LaunchEnv, job: VerifyJob, target: Path, *, ranks: int | No
             for models whose modules see a batch as a whole (batch normalisation).
     """
     recipe = job.load()
-    _record(recipe, job, target, *_shares(recipe, job, ranks), partial(_step, recipe))
+    buffers = CopyBuffers()
+    _record(recipe, job, target, *_shares(recipe, job, ranks), partial(_step, recipe, buffers))
 
 
 def _record(
@@ -192,8 +193,49 @@ def _shares(recipe: Recipe, job: VerifyJob, ranks: int | None) -> tuple[BatchSpl
     return plan.batch, plan.data_degree
 
 
+class CopyBuffers:
+    """Buffers of each copy of the model: running statistics are of what this copy has seen.
+
+    The copies of a split run have their own, and only those of the first are used: for validation,
+    and in checkpoints. Its buffers are those that the model has between steps.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[dict[str, Tensor]] = []
+
+    def micros(
+        self, model: nn.Module, shares: Sequence[RankBatch]
+    ) -> Iterator[tuple[MicroBatch, Cursor]]:
+        """All micro-batches, each with the beginning of its batch; inside, the model has the
+        buffers of the copy that computes it."""
+        if not self._held:
+            self._held = [_read_buffers(model) for _ in shares]
+        if len(shares) > 1:
+            self._held[0] = _read_buffers(model)
+        for copy, share in enumerate(shares):
+            if len(shares) > 1:
+                _write_buffers(model, self._held[copy])
+            for micro in share.micros:
+                yield micro, share.start
+            if len(shares) > 1:
+                self._held[copy] = _read_buffers(model)
+        if len(shares) > 1:
+            _write_buffers(model, self._held[0])
+
+
+def _read_buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+
+@torch.no_grad()
+def _write_buffers(model: nn.Module, values: dict[str, Tensor]) -> None:
+    for name, buffer in model.named_buffers():
+        buffer.copy_(values[name])
+
+
 def _step(
     recipe: Recipe,
+    buffers: CopyBuffers,
     trained: TrainingState,
     sites: RandomDraws,
     shares: Sequence[RankBatch],
@@ -201,7 +243,7 @@ def _step(
 ) -> float:
     """One step; returns the loss."""
     model, samples = trained.model, shares[0].samples
-    micros = [(micro, share.start) for share in shares for micro in share.micros]
+    micros = buffers.micros(model, shares)
     sums, counts = gradients_of(recipe, model, sites, micros, samples)
     # What the loss is a sum over (words, pixels) is known only after the last micro-batch.
     for parameter in model.parameters():
