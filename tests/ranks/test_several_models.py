@@ -126,7 +126,32 @@ def teacher_student(rank: int | None, way: str, **choices: Any) -> list[nn.Modul
     return [student, teacher]
 
 
-LOOPS = {"gan": gan, "actor and critic": actor_critic, "teacher and student": teacher_student}
+def cleared(rank: int | None, way: str, **choices: Any) -> list[nn.Module]:
+    """A pass whose gradients are cleared again; the next one uses a part of the model only."""
+    trunk, first, second = net(4, 5, 1), net(5, 3, 2), net(5, 1, 3)
+    model = nn.ModuleDict({"trunk": trunk, "first": first, "second": second})
+    optimizer = adam(model)
+    exchange = (
+        Alone(model, optimizer)
+        if rank is None
+        else headway.Exchange(model, optimizer, world=World.adopt(), **choices)
+    )
+    for step in range(STEPS):
+        x = draw(step, 4, rank)
+        first(trunk(x)).square().mean().backward()
+        optimizer.zero_grad()
+        second(trunk(x)).square().mean().backward()
+        exchange.step()
+    exchange.close()
+    return [model]
+
+
+LOOPS = {
+    "cleared": cleared,
+    "gan": gan,
+    "actor and critic": actor_critic,
+    "teacher and student": teacher_student,
+}
 
 
 def split(
@@ -154,6 +179,7 @@ def test_several_models_in_a_loop_are_trained_as_on_one_process():
         ("actor and critic", "", {}),
         ("actor and critic", "", {"bucket": "100"}),
         ("teacher and student", "", {}),
+        ("cleared", "", {}),
     ]
     for found in run_ranks(2, split, cases):
         for (what, way, _), models in zip(cases, found, strict=True):

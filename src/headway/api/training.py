@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -66,6 +66,9 @@ class TrainingResult:
         steps: Optimiser steps since the beginning of the run; None: no rank said.
         loss: Mean over the samples of the last step's global batch; None: no rank said.
         validation: Loss of the last validation; None where the recipe has no validation data.
+        metrics: The recipe's metrics of the last validation, by name.
+        best_step: Of the best validation, where the recipe monitors it (`keep_best`,
+            `early_stopping`).
         stopped_by: Name of the signal that stopped the run in order; None: it is complete.
         attempts: How often workers were started.
     """
@@ -74,6 +77,8 @@ class TrainingResult:
     steps: int | None
     loss: float | None
     validation: float | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    best_step: int | None = None
     stopped_by: str | None
     attempts: int
 
@@ -411,6 +416,8 @@ def _result(
         steps=outcome.steps if outcome else None,
         loss=outcome.loss if outcome else None,
         validation=outcome.validation if outcome else None,
+        metrics=outcome.metrics if outcome else {},
+        best_step=outcome.best_step if outcome else None,
         stopped_by=stopped_by,
         attempts=attempts,
     )

@@ -362,6 +362,7 @@ def _training_overrides(job: VerifyJob, stop: int, often: int) -> tuple[str, ...
         "checkpoint_every": often,
         "checkpoint_keep": 5,
         "validate_every": job.validate_every,
+        "early_stopping": 0,
         "precision": '"float64"',
     }
     return (*job.overrides, *(f"{key}={value}" for key, value in settings.items()))

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from io import FileIO
 from pathlib import Path
 
@@ -89,18 +89,25 @@ def commit(directory: Path, manifest: Manifest) -> Path:
     return final
 
 
-def retain(directory: Path, step: int, keep: int, damaged: Iterable[int] = ()) -> None:
+def retain(
+    directory: Path,
+    step: int,
+    keep: int,
+    damaged: Iterable[int] = (),
+    pinned: Collection[int] = (),
+) -> None:
     """Delete what is no longer needed once `step` is committed.
 
     Args:
         keep: How many checkpoints stay: the newest ones, counted from `step` backwards.
         damaged: Steps that a restore found damaged: they are of no use any more, and as they may
             be newer than `step`, counting them would push sound ones out.
+        pinned: Steps that stay, however old; they do not count.
     """
     # A damaged checkpoint of this very step has just been replaced.
     bad = set(damaged) - {step}
     steps = committed_steps(directory)
-    sound = [old for old in steps if old <= step and old not in bad]
+    sound = [old for old in steps if old <= step and old not in bad and old not in pinned]
     for old in [*sound[: max(0, len(sound) - keep)], *(old for old in steps if old in bad)]:
         final = step_path(directory, old)
         removed = final.with_name(f"{final.name}.removed.partial")

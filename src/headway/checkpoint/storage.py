@@ -9,7 +9,7 @@ ranks: torch's own `save` and `load` would do that, so their order of calls stan
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
@@ -68,6 +68,7 @@ def save(
     explain: Explain,
     keep: int,
     damaged: Sequence[int],
+    pinned: Collection[int] = (),
 ) -> None:
     """Write this rank's pieces; the last step of the collective commits the checkpoint.
 
@@ -81,7 +82,9 @@ def save(
         CheckpointError: What went wrong on the first rank that failed; on all ranks.
     """
     planner = PiecePlanner(pieces[rank], staged)
-    writer = SafetensorsWriter(directory, manifest, rank=rank, keep=keep, damaged=damaged)
+    writer = SafetensorsWriter(
+        directory, manifest, rank=rank, keep=keep, damaged=damaged, pinned=pinned
+    )
     first = rank == 0
 
     def begin_all() -> None:
@@ -193,7 +196,9 @@ class SafetensorsWriter(StorageWriter):
         rank: int,
         keep: int,
         damaged: Sequence[int],
+        pinned: Collection[int] = (),
     ) -> None:
+        self._pinned = pinned
         self._directory = directory
         self._manifest = manifest
         self._rank = rank
@@ -272,7 +277,7 @@ class SafetensorsWriter(StorageWriter):
         manifest.check()
         commit(self._directory, manifest)
         # Only once the new one counts: until then an old one may be the only sound checkpoint.
-        retain(self._directory, manifest.step, self._keep, self._damaged)
+        retain(self._directory, manifest.step, self._keep, self._damaged, self._pinned)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

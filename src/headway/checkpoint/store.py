@@ -68,6 +68,7 @@ class CheckpointStore:
             what training changes meanwhile must not be in it.
 
     Attributes:
+        pinned: Steps of checkpoints that stay, beside the newest `keep`.
         skipped: Step -> why it could not be used, of what the last `restore` found damaged.
     """
 
@@ -87,6 +88,7 @@ class CheckpointStore:
         self.rank = rank
         self.ranks = ranks
         self.keep = keep
+        self.pinned: frozenset[int] = frozenset()
         self.skipped: dict[int, str] = {}
         self._group = group if ranks > 1 else None
         self._staging = StagingBuffer()
@@ -149,7 +151,8 @@ class CheckpointStore:
             self._due.clear()
         else:
             self._due.set()
-        self._start(lambda: self._write(manifest, pieces, staged), f"step {step}")
+        pinned = self.pinned
+        self._start(lambda: self._write(manifest, pieces, staged, pinned), f"step {step}")
         held = time.perf_counter() - began
         return SaveReceipt(step=step, bytes=everything.bytes, held_seconds=held)
 
@@ -173,6 +176,7 @@ class CheckpointStore:
         manifest: Manifest,
         pieces: Sequence[tuple[SavePiece, ...]],
         staged: Mapping[str, Tensor],
+        pinned: frozenset[int],
     ) -> None:
         # Imported here because it costs 0.7 to 1.5 s once: training goes on meanwhile.
         from headway.checkpoint import storage
@@ -189,6 +193,7 @@ class CheckpointStore:
                 explain=lambda error: self._explain(error, f"step {manifest.step}"),
                 keep=self.keep,
                 damaged=list(self.skipped),
+                pinned=pinned,
             )
         except BaseException:
             if self.rank == 0:  # a full disk needs the space now, not at the next save

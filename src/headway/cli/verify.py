@@ -51,7 +51,8 @@ def verify(
         microbatches: Let the serial run, too, compute the plan's micro-batches one by one: for
             models with batch normalisation, which sees one micro-batch at a time.
         whole: Train from the first sample on, too, with checkpoints and validations, and resume in
-            the middle with the same plan and with another one.
+            the middle with the same plan and with another one. Callbacks and loggers of the recipe
+            are not called, and nothing stops early.
         overrides: KEY=VALUE, a change to the recipe; may be repeated.
         directory: A run directory in which to record the verdict for its report.
     """

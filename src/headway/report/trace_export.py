@@ -96,6 +96,9 @@ def tensorboard_scalars(history: RunHistory) -> Iterator[Scalar]:
     for entry in history.validations:
         if math.isfinite(entry.loss):
             yield "loss/validation", entry.step, entry.loss, entry.time
+        for name, value in entry.metrics.items():
+            if math.isfinite(value):
+                yield f"{name}/validation", entry.step, value, entry.time
     for rank, steps in sorted(history.rank_steps.items()):
         for mine in steps:
             if math.isfinite(mine.memory_bytes):

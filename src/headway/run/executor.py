@@ -11,8 +11,9 @@ global count, however the batch is split. `headway verify` proves it for a recip
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -25,16 +26,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from headway.data import Cursor, MicroBatch, RankBatch
-from headway.errors import UsageError
+from headway.channel.facts import gather_facts
+from headway.checkpoint.pretrained import load_weights
+from headway.checkpoint.store import CheckpointStore
+from headway.data import Cursor, Loader, MicroBatch, RankBatch
+from headway.errors import CheckpointMismatch, PlanError, UsageError
 from headway.keywords import checks_keywords, users_line
-from headway.plans import Plan
+from headway.plans import BatchSplit, Plan
 from headway.plans.plan import check_device
 from headway.run.distributed import replica_sync
 from headway.run.distributed.world import World
 from headway.run.pipeline.step import check_last_batch
 from headway.run.recipe.accepted_forms import with_article
-from headway.run.recipe.recipe import Loss, sum_and_count
+from headway.run.recipe.recipe import Loss, Metrics, metric_sums, sum_and_count
+from headway.run.recipe.schema import Precision
 from headway.run.step.batch import (
     PaddingBatch,
     RankLoader,
@@ -56,8 +61,14 @@ from headway.run.step.randomness import (
 )
 from headway.run.step.record import StepRecord
 from headway.run.step.setup import check_components, find_world, resolve_plan, usable_loss
+from headway.run.strategy.checkpoint import (
+    checkpoint_contents,
+    make_inventory,
+    restore_checkpoint,
+)
 from headway.run.strategy.step_context import TrainingSetup
 from headway.run.strategy.strategy import make_strategy
+from headway.run.strategy.training_state import TrainingState
 
 Kind = Literal[
     "clear",
@@ -186,6 +197,9 @@ class Executor:
         plan: A plan, or the path of a plan file.
         batch: In its place samples of the global batch, for data parallelism over all processes.
         clip: Largest global norm of the gradients.
+        precision: Arithmetic of the forward pass: "float32", "float64", or "bfloat16", which keeps
+            float32 parameters (autocast); None: that of the plan, else "float32".
+        weights: What the model starts from; see `Recipe.weights`, also for `weights_only`.
         world: The processes; found in the environment (torchrun, Slurm) where it is not given.
 
     Raises:
@@ -205,14 +219,19 @@ class Executor:
         batch: int | None = None,
         scheduler: LRScheduler | None = None,
         clip: float | None = None,
+        precision: Precision | None = None,
+        weights: str | Path | None = None,
+        weights_only: Sequence[str] = (),
         seed: int = 0,
         world: World | None = None,
     ) -> None:
         self.world = world or find_world()
-        self.plan = resolve_plan(plan, batch, self.world.ranks)
+        self.plan = resolve_plan(plan, batch, self.world.ranks, precision)
         check_components(model, optimizer, scheduler, self.world.ranks)
         loss = usable_loss(loss)
         check_device(self.plan, self.world.device.type)
+        if weights is not None:
+            load_weights(model, weights, weights_only)
         self.model = model.to(self.world.device)
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -226,6 +245,11 @@ class Executor:
         )
         self._clip = clip
         self._next_epoch = 0
+        self._after: Cursor | None = None
+        self._resumed: Cursor | None = None
+        self._divided = False
+        self._stores: dict[Path, CheckpointStore] = {}
+        self._inventory = make_inventory(self.plan, self.world)
         self._sites: RandomDraws | None = None
         self._mode: LogicalRandomness | None = None
         self._mode_of: MicroBatch | None = None
@@ -287,10 +311,13 @@ class Executor:
             examples: A `Source` or any map-style torch `Dataset`.
             epochs: Passes over the data; None: no end. With a cursor, counted from the beginning of
                 the run, so that a resumed loop ends where it would have ended.
-            cursor: Where to begin; by default at an epoch that no step has used.
+            cursor: Where to begin; by default where `resume` has left off, else at an epoch that no
+                step has used.
             drop_last: Leave out the ragged last batch of an epoch.
         """
-        if cursor is None:
+        if cursor is None and self._resumed is not None:
+            cursor, self._resumed = self._resumed, None
+        elif cursor is None:
             cursor = Cursor(seed=self.seed, epoch=self._next_epoch)
             epochs = None if epochs is None else self._next_epoch + epochs
         loader = self.loader(
@@ -335,6 +362,7 @@ class Executor:
         self._carry_out(program)
         self.steps_done += 1
         self._next_epoch = batch.start.epoch + 1
+        self._after = batch.after
         return self.record.loss
 
     def evaluate(self, batches: RankLoader) -> tuple[float, int]:
@@ -345,8 +373,63 @@ class Executor:
         Args:
             batches: As `loader` makes it: all ranks of a pipeline read the same.
         """
+        values, samples = self.validation(batches, None)
+        return values["loss"], samples
+
+    def validate(
+        self, examples: Any, metrics: Metrics | None = None, *, limit: int | None = None
+    ) -> dict[str, float]:
+        """The mean loss and the metrics over validation data; equal on every rank, collective.
+
+        Sums and counts are added over all samples of all ranks, and divided once.
+
+        Args:
+            examples: A `Source`, a map-style `Dataset`, or a loader.
+            metrics: See `headway.run.recipe.recipe.Metrics`.
+            limit: Most samples; None: all of them.
+
+        Returns:
+            "loss" and each metric.
+
+        Raises:
+            PlanError: Metrics of a model that no rank calls as a whole (stages, split samples).
+            RecipeError: A metric is neither a mean nor a pair (sum, count).
+        """
+        if isinstance(examples, Loader):
+            return self.validation(examples, metrics)[0]
+        with self.validation_loader(examples, limit=limit) as loader:
+            return self.validation(loader, metrics)[0]
+
+    def validation_loader(self, examples: Any, *, limit: int | None = None) -> Loader:
+        """This rank's shares of validation data, the same samples in order each time."""
+        plan = self.plan
+        source = rank_source(examples, plan, self.world.rank)
+        samples = min(len(source), limit or len(source))
+        batch = BatchSplit(
+            samples=min(samples, plan.batch.samples),
+            microbatch=plan.batch.largest(plan.data_degree),
+        ).shared_as(plan.batch, plan.data_degree)
+        return Loader(
+            source,
+            batch,
+            rank=plan.data_rank(self.world.rank),
+            ranks=plan.data_degree,
+            cursor=Cursor(seed=self.seed),
+            # The same samples at every validation, so that their losses can be compared.
+            shuffle=False,
+            epochs=1,
+            limit=samples,
+        )
+
+    def validation(
+        self, batches: RankLoader, metrics: Metrics | None
+    ) -> tuple[dict[str, float], int]:
+        """The mean loss and metrics, by name, and the number of samples."""
+        if metrics is not None:
+            check_metrics(self.plan)
         self.flush()
         self.strategy.parameters.share_buffers()
+        found: dict[str, tuple[float, float]] = {}
         sums = self._sums if self.pipeline is None else self.pipeline.evaluate
         # float64, because counts above 2^24 are not exact in float32.
         totals = torch.zeros(3, dtype=torch.float64)
@@ -357,8 +440,36 @@ class Executor:
             with evaluating(self.model), torch.no_grad(), wide:
                 # All ranks that share a sample have computed its loss: only one of them counts.
                 totals += sums(batch) * self.plan.counts(self.world.rank)
-        self.world.sum(totals, f"validation of step {self.steps_done + 1}")
-        return float(totals[0] / totals[1]), int(totals[2])
+                if metrics is not None:
+                    add_sums(found, self._metric_sums(batch, metrics))
+        doing = f"validation of step {self.steps_done + 1}"
+        self.world.sum(totals, doing)
+        values = {"loss": float(totals[0] / totals[1])}
+        if metrics is not None:
+            values |= self._mean_metrics(found, doing)
+        return values, int(totals[2])
+
+    def _metric_sums(self, batch: RankBatch, metrics: Metrics) -> dict[str, tuple[float, float]]:
+        """Of this rank's part of a batch: sum and count of each metric."""
+        sums: dict[str, tuple[float, float]] = {}
+        for micro in batch.micros:
+            add_sums(sums, metric_sums(self._apply(metrics, micro), len(micro.positions)))
+        for _ in range(self._spare.lacking(batch)):
+            self._apply(metrics, self._spare.micro)
+        return sums
+
+    def _mean_metrics(self, own: Mapping[str, tuple[float, float]], doing: str) -> dict[str, float]:
+        """The metrics over all ranks, which need not have met all names; collective."""
+        counted = dict(own) if self.plan.counts(self.world.rank) else {}
+        told = [counted]
+        if self.world.ranks > 1:
+            with self.world.explained(doing):
+                told = gather_facts(counted)
+        # In the order of the ranks, so that all get the same bits.
+        sums: dict[str, tuple[float, float]] = {}
+        for each in told:
+            add_sums(sums, each)
+        return {name: total / count if count else math.nan for name, (total, count) in sums.items()}
 
     def cut(self, batch: RankBatch | None) -> None:
         """Cut the model into the plan's stages, or split its layers; collective.
@@ -376,6 +487,90 @@ class Executor:
             self._check_loss = None
         with double_precision(self.plan.memory.precision):
             self._sites = self.strategy.prepare(batch) or self._sites
+        self._divided = True
+
+    def save(self, path: str | Path, *, keep: int = 2) -> None:
+        """Save a checkpoint of model, optimiser, scheduler and the place in the data; collective.
+
+        Returns when it is on disk, whole. Any number of ranks and any plan can resume from it.
+
+        Args:
+            path: A directory of checkpoints that all ranks see; one of this step is added.
+            keep: How many of them stay.
+
+        Raises:
+            CheckpointError: It cannot be written.
+            UsageError: The plan's model has not been cut yet.
+        """
+        if keep < 1:
+            raise UsageError(f"keep is {keep}", fix="Keep 1 checkpoint at least.")
+        trained = self._trained()
+        self.flush()
+        self.strategy.parameters.share_buffers()
+        with self.world.explained(f"the checkpoint of step {self.steps_done}"):
+            tensors, facts, holdings = checkpoint_contents(trained, self.strategy, self._inventory)
+            facts["cursor"] = (self._after or Cursor(seed=self.seed)).to_dict()
+            store = self._store(path)
+            store.keep = keep
+            store.save(self.steps_done, tensors, facts, holdings)
+            store.wait()
+
+    def resume(self, path: str | Path) -> int:
+        """Go on from the newest whole checkpoint that `save` or `headway train` has written.
+
+        Collective. The next `batches` goes on behind the last batch that had been used; its
+        `epochs` count from the beginning of the run.
+
+        Args:
+            path: The directory given to `save`, or the "checkpoints" of a run directory.
+
+        Returns:
+            The steps done; 0 where there is no checkpoint, and nothing is changed.
+
+        Raises:
+            CheckpointError: None of the checkpoints can be used, or one is of another model.
+            UsageError: The plan's model has not been cut yet.
+        """
+        self.flush()
+        with self.world.explained("restoring a checkpoint"):
+            manifest = restore_checkpoint(self._store(path), self._trained(), self.strategy)
+        if manifest is None:
+            return 0
+        cursor = Cursor.from_dict(manifest.facts.get("cursor", Cursor(seed=self.seed).to_dict()))
+        if cursor.seed != self.seed:
+            raise CheckpointMismatch(
+                f"the checkpoint was made with seed {cursor.seed}, the Executor has {self.seed}",
+                why="Samples would be seen twice or never, because the seed decides their order.",
+                fix=f"Write Executor(..., seed={cursor.seed}).",
+            )
+        self.steps_done = manifest.step
+        self._after = self._resumed = cursor
+        self._next_epoch = cursor.epoch + (cursor.position > 0)
+        return manifest.step
+
+    def _trained(self) -> TrainingState:
+        """What a checkpoint holds, as this rank has it."""
+        if (self.plan.pipe_degree > 1 or self.plan.split.tensor) and not self._divided:
+            raise UsageError(
+                "this rank does not know its part of the model yet",
+                why="A model is cut into stages, and its layers are split, by a first batch.",
+                fix="Write run.cut(next(iter(run.batches(dataset)))) before save or resume.",
+            )
+        held = self.strategy.parameters
+        return TrainingState(
+            self.model, self.optimizer, self.scheduler, away=held.away, layout=held.layers
+        )
+
+    def _store(self, path: str | Path) -> CheckpointStore:
+        directory = Path(path)
+        if directory not in self._stores:
+            self._stores[directory] = CheckpointStore(
+                directory,
+                rank=self.world.rank,
+                ranks=self.world.ranks,
+                group=self.world.side_group,
+            )
+        return self._stores[directory]
 
     @contextmanager
     def whole(self) -> Iterator[nn.Module]:
@@ -498,10 +693,13 @@ class Executor:
         return torch.tensor([(0.0, 0.0, 0), *found], dtype=torch.float64).sum(0)
 
     def _sum_and_count(self, micro: MicroBatch) -> tuple[Tensor, Tensor | float]:
+        return sum_and_count(self._apply(self._loss, micro), len(micro.positions))
+
+    def _apply(self, function: Callable[[nn.Module, Any], Any], micro: MicroBatch) -> Any:
+        """What a loss, or metrics, make of a micro-batch."""
         data = self._prepare(micro.data)
         with self._arithmetic(), self.strategy.reducer.calling():
-            value = self._loss(self.model, data)
-        return sum_and_count(value, len(micro.positions))
+            return function(self.model, data)
 
     def _prepare(self, data: Any) -> Any:
         return to_device(data, self.world.device, self._dtype)
@@ -573,6 +771,28 @@ _PLAIN = ("arm", "propose", "send", "receive", "adopt", "scale", "clip", "update
 
 def _carry_out(do: Callable[[], None], _: Instruction) -> None:
     do()
+
+
+def check_metrics(plan: Plan) -> None:
+    """Refuse metrics where no rank calls the whole model on whole samples.
+
+    Raises:
+        PlanError: Of a pipeline, or of split samples.
+    """
+    what = "stages" if plan.pipe_degree > 1 else "split samples" if plan.split.spatial else ""
+    if what:
+        raise PlanError(
+            f"metrics cannot be computed with {what}",
+            problems=["no rank calls the whole model on a whole sample"],
+            fix='Leave out metrics and monitor="loss", or split the model by zero or tensor.',
+        )
+
+
+def add_sums(sums: dict[str, tuple[float, float]], more: Mapping[str, Sequence[float]]) -> None:
+    """Add sums and counts by name."""
+    for name, (total, count) in more.items():
+        before = sums.get(name, (0.0, 0.0))
+        sums[name] = before[0] + total, before[1] + count
 
 
 def move_optimizer_state(optimizer: Optimizer) -> None:

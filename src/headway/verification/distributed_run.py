@@ -37,7 +37,7 @@ from headway.run.recipe.batch_units import resolve_batch
 from headway.run.recipe.recipe import Recipe
 from headway.run.step.forward_pass import to_float64
 from headway.run.step.randomness import build_model
-from headway.run.step.setup import recipe_plan
+from headway.run.step.setup import recipe_plan, stepped_each_step
 from headway.run.strategy.training_state import TrainingState
 from headway.verification.exchange_recording import ExchangeRecorder, exchange_file
 from headway.verification.recording import (
@@ -106,7 +106,7 @@ def _recorded(world: World, job: VerifyJob, recipe: Recipe, plan: Plan) -> Recor
         trained.optimizer,
         loss=recipe.loss,
         plan=plan,
-        scheduler=trained.scheduler,
+        scheduler=stepped_each_step(trained.scheduler),
         clip=recipe.clip,
         seed=recipe.seed,
         world=world,

@@ -29,6 +29,7 @@ from headway.run.step.randomness import (
     probe_random_draws,
     seed_everything,
 )
+from headway.run.step.setup import stepped_each_step
 from headway.verification.recording import build_training_state
 from headway.verification.reference.batches import reference_batches
 
@@ -91,7 +92,7 @@ def _executed_step(recipe: Recipe, batch: RankBatch) -> Numbers:
         optimizer,
         loss=recipe.loss,
         plan=data_parallel(batch.samples, processes=1, precision=recipe.precision),
-        scheduler=recipe.scheduler(optimizer) if recipe.scheduler else None,
+        scheduler=stepped_each_step(recipe.scheduler(optimizer) if recipe.scheduler else None),
         clip=recipe.clip,
         seed=recipe.seed,
         world=World(place=LaunchEnv(), device=torch.device("cpu")),
@@ -122,8 +123,8 @@ def _plain_step(recipe: Recipe, batch: RankBatch) -> Numbers:
     if recipe.clip is not None:
         nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
     trained.optimizer.step()
-    if trained.scheduler is not None:
-        trained.scheduler.step()  # which may correct a velocity
+    if (scheduler := stepped_each_step(trained.scheduler)) is not None:
+        scheduler.step()  # which may correct a velocity
     loss = float(total.detach()) / float(count)
     return {
         "loss": {"loss": torch.tensor(loss, dtype=torch.float64)},

@@ -25,7 +25,7 @@ from headway.optim import WarmUp
 from headway.plans import Plan
 from headway.run.recipe.factory import load_recipe
 from headway.run.recipe.recipe import Recipe
-from headway.run.step.setup import check_components, recipe_plan
+from headway.run.step.setup import check_components, recipe_plan, stepped_each_step
 from headway.run.strategy.training_state import TrainingState
 from headway.verification.reference.optimizers import (
     check_warm_up,
@@ -212,9 +212,10 @@ class Recorder:
         gradients = numbers.get("gradient", {})
         self._unclipped = {name: value.detach().clone() for name, value in gradients.items()}
 
-    def validated(self, step: int, loss: float) -> None:
+    def validated(self, step: int, values: Mapping[str, float]) -> None:
         """A validation after a step that has been taken."""
-        self._put(step, "validation", "loss", torch.tensor(loss, dtype=torch.float64))
+        for name, value in values.items():
+            self._put(step, "validation", name, torch.tensor(value, dtype=torch.float64))
 
     def told(self, step: int, numbers: Mapping[str, float | None]) -> None:
         """What the journal of a run must tell of a step."""
@@ -291,5 +292,5 @@ def build_training_state(
     if reference and isinstance(scheduler, WarmUp):
         check_warm_up(scheduler)
         check_warm_up_then_cosine()
-    check_components(model, optimizer, scheduler, 1)
+    check_components(model, optimizer, stepped_each_step(scheduler), 1)
     return TrainingState(model, optimizer, given.published(scheduler))

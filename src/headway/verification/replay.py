@@ -33,6 +33,7 @@ from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.recipe.recipe import Recipe
 from headway.run.step.forward_pass import to_float64
 from headway.run.step.randomness import RandomDraws
+from headway.run.step.setup import stepped_each_step
 from headway.run.strategy.training_state import TrainingState
 from headway.verification.exchange_recording import (
     RecordedBucket,
@@ -250,8 +251,8 @@ class Replay:
             # What a split model has recorded is whole, and scaled already.
             self._update(step, scale if self._replicated else 1.0)
         for replica in self._replicas:
-            if replica.scheduler is not None:
-                replica.scheduler.step()
+            if (scheduler := stepped_each_step(replica.scheduler)) is not None:
+                scheduler.step()
         for kind, tensors in self._replicas[0].tensors_by_kind().items():
             if kind == "gradient" and self._updates:
                 continue  # those that ranks have computed: compared as what went into the exchange

@@ -6,6 +6,7 @@ A fact is recorded as a number under its path, so that a wrong one is named as a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import isfinite
 from typing import Any
 
 import torch
@@ -48,10 +49,10 @@ def cursor_behind(start: Cursor, samples: int, length: int, batch: int, *, drop:
 
 
 def numbers_of(facts: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Path -> number; what is no number is a part of its path."""
+    """Path -> number; what is no finite number is a part of its path."""
     found = {}
     for path, value in _leaves(facts, ""):
-        number = isinstance(value, int | float) and not isinstance(value, bool)
+        number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
         name = path if number else f"{path} = {value!r}"
         found[name] = torch.tensor(float(value) if number else 0.0, dtype=torch.float64)
     return found

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from math import isfinite
+from math import fsum, isfinite, nan
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ from headway.verification.recording import (
 from headway.verification.reference.batches import reference_batches
 from headway.verification.reference.draw_sites import check_sites, unchanged
 from headway.verification.reference.draws import begin_draws, initial_model
+from headway.verification.reference.monitor import SerialMonitor
 from headway.verification.reference.random_laws import check_orders, check_sample_draws
 from headway.verification.reference.recipes import batch_samples, check_amounts, check_seed
 from headway.verification.reference.sources import check_source
@@ -84,6 +85,7 @@ def _record(
     """Record steps that `make_step` makes of the batches of all copies; it returns the loss."""
     trained = build_training_state(recipe, to_float64(initial_model(recipe)), reference=True)
     recorder, initial = Recorder(trained), initial_values(trained.model)
+    monitor = SerialMonitor(recipe, trained.scheduler)
     sites: RandomDraws | None = None
     source = as_source(recipe.data())
     check_source(source)
@@ -110,7 +112,7 @@ def _record(
                 where=f"step {step} of the serial run",
                 fix="Lower the learning rate, or check this batch's data.",
             )
-        if trained.scheduler is not None:
+        if trained.scheduler is not None and monitor.plateau is None:
             trained.scheduler.step()
         numbers = trained.tensors_by_kind()
         if job.whole and step == job.steps:
@@ -118,7 +120,7 @@ def _record(
                 batches[0].start, batches[0].samples, len(source), split.samples,
                 drop=recipe.drop_last,
             )  # fmt: skip
-            numbers["facts"] = numbers_of(facts_of(trained, after))
+            numbers["facts"] = numbers_of(facts_of(trained, after) | monitor.facts())
         recorder.take(step, loss, numbers, recorder.norm)
         if job.whole:
             first = batches[0]
@@ -128,7 +130,9 @@ def _record(
                 "epoch": first.start.epoch, "position": first.start.position,
             })  # fmt: skip
         if job.whole and job.validates(step) and recipe.validation is not None:
-            recorder.validated(step, _validation(recipe, trained.model))
+            values = _validation(recipe, trained.model)
+            recorder.validated(step, values)
+            monitor.validated(step, values)
     replace(recorder.recording(), initial=initial).save(target)
 
 
@@ -142,15 +146,15 @@ def _check_recipe(recipe: Recipe, job: VerifyJob, length: int) -> None:
 
 
 @torch.no_grad()
-def _validation(recipe: Recipe, model: nn.Module) -> float:
-    """The mean loss over the validation data, in evaluation mode."""
+def _validation(recipe: Recipe, model: nn.Module) -> dict[str, float]:
+    """The mean loss and metrics over the validation data, in evaluation mode."""
     assert recipe.validation is not None
     source = as_source(recipe.validation())
     check_source(source)
     samples = min(len(source), recipe.validation_samples or len(source))
     batch = min(samples, batch_samples(recipe))
     model.eval()
-    sums = counts = 0.0
+    found: dict[str, list[tuple[float, float]]] = {}
     for (share,) in reference_batches(
         source,
         BatchSplit(samples=batch),
@@ -161,12 +165,20 @@ def _validation(recipe: Recipe, model: nn.Module) -> float:
         in_order=samples,
     ):
         for micro in share.micros:
+            samples = len(micro.positions)
             with double_precision(recipe.precision):
-                value = recipe.loss(model, loss_inputs(micro, recipe))
-            total, count = loss_sum(value, len(micro.positions))
-            sums, counts = sums + float(total), counts + float(count)
+                values = {"loss": recipe.loss(model, loss_inputs(micro, recipe))}
+                if recipe.metrics is not None:
+                    values |= recipe.metrics(model, loss_inputs(micro, recipe))
+            for name, value in values.items():
+                total, count = loss_sum(value, samples)
+                found.setdefault(name, []).append((float(total), float(count)))
     model.train()
-    return sums / counts
+    # Of a metric that nothing counts there is no mean.
+    return {
+        name: fsum(total for total, _ in pairs) / (fsum(n for _, n in pairs) or nan)
+        for name, pairs in found.items()
+    }
 
 
 def find_draws(recipe: Recipe, model: nn.Module, shares: Sequence[RankBatch]) -> RandomDraws:

@@ -48,6 +48,9 @@ def recorded_end(directory: Path, steps: Sequence[int], serial: Recording) -> Re
             kind = "loss" if row["event"] == "step" else "validation"
             loss = torch.tensor(row["loss"], dtype=torch.float64)
             found[f"{row['step']}/{kind}/loss"] = loss
+        for name, value in row.get("metrics", {}).items():
+            number = torch.tensor(value, dtype=torch.float64)
+            found[f"{row['step']}/validation/{name}"] = number
         if row.get("event") == "step":
             for name in JOURNAL:
                 if row.get(name) is not None:

@@ -142,6 +142,7 @@ def describe_event(event: Event, progress: Progress, cause: str = "") -> str | N
         case "validation":
             return (
                 f"{_at(event, progress)}  validation loss {_loss(event['loss'])}  "
+                f"{''.join(f'{n} {v:.4g}  ' for n, v in event.get('metrics', {}).items())}"
                 f"{_samples(event['samples'])}  {format_seconds(event['seconds'])}"
             )
         case "checkpoint":

@@ -77,13 +77,14 @@ class LoggedExchange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoggedValidation:
-    """One validation, made after `step` steps."""
+    """One validation, made after `step` steps; `metrics` are the recipe's, by name."""
 
     step: int
     time: float = math.nan
     loss: float = math.nan
     samples: int = 0
     seconds: float = math.nan
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,7 +264,7 @@ def parse_record(kind: type[R], row: Mapping[str, Any]) -> R:
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         given = row.get(field.name)
         if given is None:
-            if field.default is dataclasses.MISSING:
+            if field.default is field.default_factory is dataclasses.MISSING:
                 raise ValueError(f"{field.name} is missing")
             continue
         # Annotations are texts in this module, because of the future import.
@@ -311,10 +312,17 @@ def _names(value: Any) -> tuple[str, ...]:
     raise ValueError(f"{value!r} is not a list of names")
 
 
+def _named_numbers(value: Any) -> dict[str, float]:
+    if isinstance(value, Mapping):
+        return {str(name): _number(number) for name, number in value.items()}
+    raise ValueError(f"{value!r} is no table of numbers")
+
+
 _CONVERT: Mapping[str, Callable[[Any], Any]] = {
     "int": _whole,
     "float": _number,
     "str": str,
     "bool": _truth,
     "tuple[str, ...]": _names,
+    "Mapping[str, float]": _named_numbers,
 }

@@ -141,6 +141,10 @@ def _losses(history: RunHistory) -> list[Fact]:
             else f"at step {latest.step}; best {number(best.loss)} at step {best.step}"
         )
         found.append(Fact("Validation loss", number(latest.loss), detail))
+        found += [
+            Fact(f"Validation {name}", number(value), f"at step {latest.step}")
+            for name, value in latest.metrics.items()
+        ]
     return found
 
 

@@ -35,7 +35,7 @@ from headway.run.step.batch import example_batch, to_device
 from headway.run.step.forward_pass import autocast, float_dtype, to_float64
 from headway.run.step.loss_probe import explain_split_loss
 from headway.run.step.randomness import build_model, generators_restored
-from headway.run.step.setup import check_components
+from headway.run.step.setup import check_components, stepped_each_step
 
 _FORWARDS = 3
 """Of forward and backward, which takes two."""
@@ -216,7 +216,7 @@ def check_recipe_components(recipe: Recipe, ranks: int) -> None:
     with torch.device("meta"), building():
         model = recipe.model()
     optimizer = recipe.optimizer(model)
-    scheduler = None if recipe.scheduler is None else recipe.scheduler(optimizer)
+    scheduler = None if recipe.scheduler is None else stepped_each_step(recipe.scheduler(optimizer))
     check_components(model, optimizer, scheduler, ranks)
 
 

@@ -14,6 +14,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -309,6 +310,29 @@ def as_showcase(value: Any) -> Callable[[nn.Module], str]:
     return cast("Callable[[nn.Module], str]", value)
 
 
+def as_metrics(value: Any) -> Callable[[nn.Module, Any], Mapping[str, Any]]:
+    """A function of (model, batch)."""
+    _check_call("metrics", value, 2)
+    return cast("Callable[[nn.Module, Any], Mapping[str, Any]]", value)
+
+
+def as_weights(value: Any) -> str | Path:
+    """A path."""
+    if not isinstance(value, str | Path):
+        raise ValueError(
+            f"{with_article(value)} is no path: write weights='model.safetensors'; numbers that "
+            "are in memory belong into model"
+        )
+    return value
+
+
+def as_several(value: Any, field: str) -> tuple[Any, ...]:
+    """A tuple of objects, from one or from a list."""
+    if isinstance(value, list | tuple):
+        return tuple(value)
+    raise ValueError(f"{with_article(value)} stands alone: write {field}={_EXAMPLES[field]}")
+
+
 _FORMS: Mapping[str, Callable[[Any], Any]] = {
     "model": as_model,
     "data": as_data,
@@ -317,8 +341,13 @@ _FORMS: Mapping[str, Callable[[Any], Any]] = {
     "validation": functools.partial(as_data, field="validation"),
     "scheduler": as_scheduler,
     "showcase": as_showcase,
+    "metrics": as_metrics,
+    "weights": as_weights,
+    "weights_only": functools.partial(as_several, field="weights_only"),
+    "loggers": functools.partial(as_several, field="loggers"),
+    "callbacks": functools.partial(as_several, field="callbacks"),
 }
-_OPTIONAL = ("validation", "scheduler", "showcase", *TABLES)
+_OPTIONAL = ("validation", "scheduler", "showcase", "metrics", "weights", *TABLES)
 _EXAMPLES = {
     "model": "lambda: Net(width=64)",
     "data": "lambda: MyDataset('train')",
@@ -327,8 +356,13 @@ _EXAMPLES = {
     "optimizer": "lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)",
     "scheduler": "lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)",
     "showcase": "lambda model: f'{sum(p.numel() for p in model.parameters())} numbers'",
+    "metrics": "lambda model, batch: {'accuracy': ...}",
+    "weights_only": '("encoder.*",)',
+    "loggers": '("csv",)',
+    "callbacks": "(MyCallback(),)",
 }
 _CALLED_WITH = {
+    "metrics": ("model", "batch"),
     "loss": ("model", "batch"),
     "optimizer": ("model",),
     "scheduler": ("optimizer",),
@@ -361,7 +395,8 @@ def accept_fields(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 def _scalar_problems(given: Mapping[str, Any]) -> list[str]:
     """What recipe.toml would say of the scalar fields."""
     names = (*Scalars.__dataclass_fields__, "batch", "stop")
-    told = {n: given[n] for n in names if n not in TABLES and given.get(n) is not None}
+    own = (*TABLES, *_FORMS)
+    told = {n: given[n] for n in names if n not in own and given.get(n) is not None}
     try:
         to_type({"recipe": "recipe:recipe", **told}, RecipeReference, where="")
     except DocumentError as error:

@@ -65,6 +65,10 @@ def load_recipe(reference: str | Recipe, overrides: Sequence[str] = ()) -> Recip
         checked = check_recipe(reference, overrides)
         with importable_folders(*checked.folders):
             recipe = _build(checked)
+            if checked.file is not None and checked.document.weights is not None:
+                # As every path of a recipe.toml: from the file's own folder.
+                weights = checked.file.parent / Path(checked.document.weights).expanduser()
+                recipe = dataclasses.replace(recipe, weights=weights)
             if recipe.pipeline is not None and recipe.pipeline.by_hand:
                 # Imported where it can be found: the model is cut when these folders are gone.
                 where = checked.where("pipeline.by_hand")
@@ -160,6 +164,7 @@ def _from_tables(document: RecipeDocument, checked: CheckedRecipe) -> Recipe:
         loss=parts.loss(document.loss),
         optimizer=parts.call("optimizer", document.optimizer, 1),
         validation=parts.data("validation", document.validation) if document.validation else None,
+        metrics=parts.call("metrics", document.metrics, 2) if document.metrics else None,
         scheduler=parts.scheduler(document.scheduler) if document.scheduler else None,
         showcase=parts.call("showcase", document.showcase, 1) if document.showcase else None,
         **_scalars(document),

@@ -6,8 +6,9 @@ the user's model or data set knows about headway.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -29,6 +30,13 @@ The pair is for losses whose count is not the number of samples (padding, ignore
 divides the sum over the global batch by the count over the global batch.
 """
 
+Metrics = Callable[[nn.Module, Any], Mapping[str, Any]]
+"""`metrics(model, batch)`: name -> mean over the batch's samples, or a pair (sum, count).
+
+As a `Loss`, for any number of values: {"accuracy": (right.sum(), right.numel())}. headway adds sums
+and counts over all validation samples of all ranks, and divides once.
+"""
+
 Examples = Source | Dataset[Any]
 
 
@@ -43,6 +51,10 @@ class Recipe:
         name: Heads the report; of a recipe.toml, it also names the run directory.
         model: Builds the model; called once per process after seeding, so that every rank and
             every plan starts from the same numbers. Or a model: every process begins with a copy.
+        weights: What the model starts from, in place of the numbers that `model` gives it: a
+            safetensors file, a torch file, or a directory of `save_pretrained`.
+        weights_only: Patterns such as "encoder.*": only these tensors are read. Empty: all of the
+            model, and nothing else may be in the file.
         data: Builds the training data: a `Source` or any map-style torch `Dataset`; or the data.
         loss: See `Loss`; or a torch criterion, as with `criterion`; or "tokens", the model's
             own over labels that are not ignored (`headway.huggingface`).
@@ -53,7 +65,18 @@ class Recipe:
         microbatch: Most samples in one forward pass of one rank; more are accumulated.
         validate_every: Steps between validations; 0: only at the end.
         validation_samples: Most samples of one validation; None: all of them.
-        scheduler: Builds a learning-rate scheduler that is stepped after every optimiser step.
+        metrics: What is computed of the validation data beside the loss; see `Metrics`.
+        monitor: Name of the validation's value that early stopping, the best checkpoint and a
+            ReduceLROnPlateau go by: "loss", or one of `metrics`.
+        monitor_mode: Whether a smaller ("min") or a larger ("max") value is better.
+        early_stopping: Validations without an improvement after which training stops; 0: never.
+        keep_best: Save after each validation that is the best so far; this checkpoint stays, beside
+            the newest `checkpoint_keep`.
+        loggers: Who is told of steps and validations: "csv", "tensorboard", "wandb", "mlflow", or
+            functions that return a logger; see `headway.run.training.loggers`. On rank 0 alone.
+        callbacks: Objects with some of the moments of `headway.run.training.callbacks`.
+        scheduler: Builds a learning-rate scheduler that is stepped after every optimiser step; a
+            ReduceLROnPlateau after every validation.
         scale_rate: "linear from 256 samples", "square_root from 256 samples": the optimiser states
             the rates that are good for that batch; they are scaled to `batch`. None: as stated.
         seed: Decides initial parameters, sample order and dropout.
@@ -84,10 +107,19 @@ class Recipe:
     optimizer: Callable[[Any], Optimizer]
     batch: int | str
     stop: int | str
+    weights: str | Path | None = None
+    weights_only: tuple[str, ...] = ()
     microbatch: int | None = None
     validation: Callable[[], Examples] | None = None
     validate_every: int = 0
     validation_samples: int | None = None
+    metrics: Metrics | None = None
+    monitor: str = "loss"
+    monitor_mode: Literal["min", "max"] = "min"
+    early_stopping: int = 0
+    keep_best: bool = False
+    loggers: tuple[str | Callable[[], Any], ...] = ()
+    callbacks: tuple[object, ...] = ()
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
     scale_rate: str | None = None
     seed: int = 0
@@ -145,6 +177,37 @@ def sum_and_count(value: Any, samples: int) -> tuple[Tensor, Tensor | float]:
         why="It must return the mean over the samples of the batch, a tensor with one number, or a "
         "pair (sum, count).",
         fix="For example loss.mean(), or (loss.sum(), mask.sum()).",
+    )
+
+
+def metric_sums(values: Any, samples: int) -> dict[str, tuple[float, float]]:
+    """What metrics returned, as sums and what they are sums over, by name.
+
+    Raises:
+        RecipeError: A value is neither a mean nor a pair, or metrics have no names.
+    """
+    if not isinstance(values, Mapping):
+        raise RecipeError(
+            f"metrics returned {_described(values)}, not a dictionary",
+            fix='For example {"accuracy": (right.sum(), right.numel())}.',
+        )
+    return {str(name): _metric_sum(name, value, samples) for name, value in values.items()}
+
+
+def _metric_sum(name: Any, value: Any, samples: int) -> tuple[float, float]:
+    if name == "loss":
+        raise RecipeError(
+            "metrics returned a value named loss, which is the recipe's loss",
+            fix="Give it another name.",
+        )
+    if _is_count(value):
+        return float(value) * samples, float(samples)
+    if isinstance(value, tuple) and len(value) == 2 and _is_count(value[0]) and _is_count(value[1]):
+        return float(value[0]), float(value[1])
+    raise RecipeError(
+        f"the metric {name} is {_described(value)}",
+        why="It must be the mean over the samples of the batch, or a pair (sum, count).",
+        fix=f'For example {{"{name}": (right.sum(), right.numel())}}.',
     )
 
 

@@ -234,6 +234,13 @@ class Scalars:
     microbatch: PositiveInt | None = None
     validate_every: NonNegativeInt | None = None
     validation_samples: PositiveInt | None = None
+    weights: Text | None = None
+    weights_only: tuple[Text, ...] | None = None
+    loggers: tuple[Text, ...] | None = None
+    monitor: Text | None = None
+    monitor_mode: Literal["min", "max"] | None = None
+    early_stopping: NonNegativeInt | None = None
+    keep_best: Flag | None = None
     scale_rate: Scale | None = None
     seed: NonNegativeInt | None = None
     clip: PositiveFloat | None = None
@@ -264,6 +271,7 @@ class RecipeDocument(Scalars):
     loss: Annotated[LossTable, table_of("call", "criterion", tokens=TOKEN_LOSS)]
     optimizer: CallTable
     validation: DataCall | None = None
+    metrics: CallTable | None = None
     scheduler: CallTable | None = None
     showcase: CallTable | None = None
 
@@ -396,7 +404,7 @@ def _contradictions(raw: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "validation" not in raw:
         found.extend(
             (key, f"{key} needs a [validation] table")
-            for key in ("validate_every", "validation_samples")
+            for key in ("validate_every", "validation_samples", "early_stopping", "keep_best")
             if raw.get(key)
         )
     return found

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headway.checkpoint.pretrained import load_weights
 from headway.data import RankBatch
 from headway.errors import RecipeError
 from headway.parallel.stages import ModelStages
@@ -74,7 +75,10 @@ _INIT = 0x494E4954
 def build_model(recipe: Recipe) -> nn.Module:
     """The model with the initial parameters that every rank and every plan starts from."""
     seed_everything(recipe.seed, _INIT)
-    return recipe.model().train()
+    model = recipe.model().train()
+    if recipe.weights is not None:
+        load_weights(model, recipe.weights, recipe.weights_only)
+    return model
 
 
 @dataclass(frozen=True, slots=True)

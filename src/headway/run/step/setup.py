@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from headway.errors import PlanError, RecipeError, UsageError
 from headway.keywords import told_together, users_line
@@ -25,6 +26,7 @@ from headway.run.distributed.world import World
 from headway.run.recipe.accepted_forms import WRAPPERS, as_loss, with_article, written_name
 from headway.run.recipe.batch_units import resolve_batch
 from headway.run.recipe.recipe import Loss, Recipe
+from headway.run.recipe.schema import Precision
 from headway.run.step.memory import is_storage_released
 from headway.units import counted
 
@@ -36,8 +38,16 @@ def find_world() -> World:
     return World.join(LaunchEnv.here(), device="auto")
 
 
-def resolve_plan(plan: Plan | str | Path | None, batch: int | None, ranks: int) -> Plan:
+def resolve_plan(
+    plan: Plan | str | Path | None,
+    batch: int | None,
+    ranks: int,
+    precision: Precision | None = None,
+) -> Plan:
     """The plan given, as an object or a file, or data parallelism for a batch.
+
+    Args:
+        precision: In place of the plan's; None: the plan's.
 
     Raises:
         PlanError: It cannot exist, or is for another number of processes.
@@ -54,7 +64,7 @@ def resolve_plan(plan: Plan | str | Path | None, batch: int | None, ranks: int) 
                 f"Executor: batch={batch!r} is not a number of samples: write batch=64",
                 where=users_line(),
             )
-        return data_parallel(batch, processes=ranks)
+        return data_parallel(batch, processes=ranks, precision=precision or "float32")
     found = plan if isinstance(plan, Plan) else Plan.load(Path(str(plan)))
     found.check()
     if found.ranks != ranks:
@@ -65,7 +75,9 @@ def resolve_plan(plan: Plan | str | Path | None, batch: int | None, ranks: int) 
             ],
             fix=f"Start {counted(found.ranks, 'process')}, or make a plan for {ranks}.",
         )
-    return found
+    if precision is None:
+        return found
+    return replace(found, memory=replace(found.memory, precision=precision))
 
 
 def recipe_plan(recipe: Recipe, given: Plan | Path | None, ranks: int) -> Plan:
@@ -137,8 +149,8 @@ def check_components(
         raise RecipeError(
             f"the scheduler {type(scheduler).__name__} cannot be used: its step needs {wanted}",
             why="Schedulers are stepped after every optimiser step, by its number alone.",
-            fix="Use one that follows a curve, such as CosineAnnealingLR; in a loop of your own, "
-            "leave it out of the Executor and step it yourself, alike on every rank.",
+            fix="Leave it out of the Executor, and call scheduler.step(run.validate(data)['loss']) "
+            "yourself; a Recipe steps a ReduceLROnPlateau after each validation.",
         )
     known = set(model.parameters())
     for number, group in enumerate(optimizer.param_groups):
@@ -187,6 +199,11 @@ def _component_problems(model: Any, optimizer: Any, scheduler: Any) -> Iterator[
         )
     elif isinstance(scheduler, type):
         yield f"scheduler: the class itself: write {written_name(scheduler)}(optimizer, ...)"
+
+
+def stepped_each_step(scheduler: LRScheduler | None) -> LRScheduler | None:
+    """The scheduler where it follows the number of steps; None for one that follows a metric."""
+    return None if isinstance(scheduler, ReduceLROnPlateau) else scheduler
 
 
 def _required(method: Callable[..., Any]) -> str:

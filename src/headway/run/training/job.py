@@ -5,8 +5,8 @@ Plain data that crosses process borders; imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,10 +63,14 @@ class TrainingOutcome:
     Attributes:
         steps: Optimiser steps done since the beginning of the run.
         validation: Of the last validation; None where the recipe has no validation data.
+        metrics: Of the last validation, by name.
+        best_step: Of the best validation, where the recipe monitors it.
         stopped_by: The signal that stopped the run, or None when it is complete.
     """
 
     steps: int
     loss: float
     validation: float | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    best_step: int | None = None
     stopped_by: str | None

@@ -3,15 +3,14 @@
 Every rank runs the same lines; what only rank 0 does (the events of the run, the showcase) goes
 through its `Journal`. A restart is a start that finds a checkpoint.
 
-`CheckpointInventory`: in a pipeline each rank has a part of the checkpoint. `StopRequest`: SIGTERM,
-SIGHUP and the first Ctrl-C set a flag that the loop reads.
+`StopRequest`: SIGTERM, SIGHUP and the first Ctrl-C set a flag that the loop reads.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,14 +19,10 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from headway.channel.facts import gather_facts
-from headway.checkpoint.format import Manifest
-from headway.checkpoint.save_plan import HeldTensorSpec, Holdings
-from headway.checkpoint.staging import specs_of
+from headway.checkpoint.save_plan import Holdings
 from headway.checkpoint.store import CheckpointStore
-from headway.data import CachedSource, Cursor, Loader, RankBatch, as_source
+from headway.data import CachedSource, Cursor, RankBatch, as_source
 from headway.errors import (
     CheckpointError,
     CheckpointMismatch,
@@ -35,50 +30,31 @@ from headway.errors import (
     UsageError,
     WorkerFailed,
 )
-from headway.plans import BatchSplit, explain, with_collective
+from headway.plans import explain, with_collective
 from headway.run.distributed.failure_record import summarize_exception
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World, translate_exception
-from headway.run.executor import Executor
+from headway.run.executor import Executor, check_metrics
 from headway.run.recipe.batch_units import stop_steps
 from headway.run.recipe.factory import load_recipe
 from headway.run.recipe.user_code import describe_recipe, importable_folders, user_frame
-from headway.run.step.batch import NO_SHOWCASE, first_readers, rank_source, reads_sample_parts
+from headway.run.step.batch import NO_SHOWCASE, first_readers, reads_sample_parts
 from headway.run.step.forward_pass import to_float64
 from headway.run.step.memory import keep_freed_memory
 from headway.run.step.randomness import build_model, generators_restored
-from headway.run.step.setup import recipe_plan
+from headway.run.step.setup import recipe_plan, stepped_each_step
+from headway.run.strategy.checkpoint import (
+    checkpoint_contents,
+    make_inventory,
+    restore_checkpoint,
+)
 from headway.run.strategy.training_state import Facts, TrainingState
+from headway.run.training.callbacks import Callbacks, RunView
 from headway.run.training.job import TrainingOutcome, TrainJob
 from headway.run.training.journal import Journal
+from headway.run.training.loggers import LoggerCallback, check_loggers
+from headway.run.training.monitor import Monitor
 from headway.run.training.run_directory import RunDirectory, describe_environment
-
-
-class CheckpointInventory:
-    """What each rank holds of a checkpoint, as the ranks have reported it to each other."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._told: dict[str, HeldTensorSpec] = {}
-        self._known: list[dict[str, HeldTensorSpec]] = [{}] * world.ranks
-
-    def agree(self, tensors: Mapping[str, Tensor], facts: Facts) -> tuple[Holdings, Facts]:
-        """Who has which tensors, and the facts of all ranks together; collective."""
-        own = specs_of(tensors)
-        # Names and shapes are the bulk of it, and change only when parameters are frozen.
-        news = own if own != self._told else None
-        self._told = own
-        # On the default group, from the main thread: the side group belongs to the checkpoint that
-        # may still be being written.
-        with self._world.explained("agreeing on a checkpoint"):
-            found = gather_facts((news, facts["optimizer"]["scalars"]))
-        self._known = [
-            known if specs is None else specs
-            for known, (specs, _) in zip(self._known, found, strict=True)
-        ]
-        scalars = {name: values for _, told in found for name, values in told.items()}
-        optimizer = {**facts["optimizer"], "scalars": dict(sorted(scalars.items()))}
-        return Holdings.of(self._known), {**facts, "optimizer": optimizer}
 
 
 class Training:
@@ -96,20 +72,31 @@ class Training:
         self._stop = stop
         self._stack = stack
         self._directory = RunDirectory(job.directory)
-        self._validation: float | None = None
+        self._values: dict[str, float] = {}
+        self._saved = -1
 
     def run(self) -> TrainingOutcome:
         """Train from the recipe to the last checkpoint."""
         self.prepare()
         with self._journal.warnings():
             total = self.begin()
-            stopped_by = self._train(total)
-            return self._finish(stopped_by)
+            try:
+                self._callbacks.call("on_train_start", self._view)
+                stopped_by = self._train(total)
+                return self._finish(stopped_by)
+            except Exception as error:
+                self._callbacks.failed(self._view, error)
+                raise
 
     def prepare(self) -> None:
         """Recipe, plan, and the run directory."""
         self._recipe = load_recipe(self._job.recipe, self._job.overrides)
         job, world = self._job, self._world
+        # A proof must not repeat what callbacks do outside of the run.
+        check_loggers(self._recipe.loggers)
+        loggers = self._recipe.loggers if world.rank == 0 else ()
+        own = (LoggerCallback(loggers), *self._recipe.callbacks)
+        self._callbacks = Callbacks(() if job.proving else own)
         given = job.find(world) if job.find is not None else job.plan
         self._plan = recipe_plan(self._recipe, given, world.ranks)
         if job.collective is not None:
@@ -123,6 +110,7 @@ class Training:
         cursor = self._restore()
         total = stop_steps(self._recipe, len(self._data))
         self._announce(total)
+        self._view = RunView(self.executor, self._directory.path, total)
         loader = self.executor.loader(
             self._data,
             cursor=cursor,
@@ -175,6 +163,9 @@ class Training:
             to_float64(model)
         optimizer = recipe.optimizer(model)
         scheduler = recipe.scheduler(optimizer) if recipe.scheduler else None
+        self._monitor = Monitor.of(recipe, scheduler)
+        if recipe.metrics is not None:
+            check_metrics(self._plan)
         self._data = as_source(recipe.data())
         self.trained = TrainingState(model, optimizer, scheduler)
         self.executor = Executor(
@@ -182,7 +173,7 @@ class Training:
             optimizer,
             loss=recipe.loss,
             plan=self._plan,
-            scheduler=scheduler,
+            scheduler=stepped_each_step(scheduler),
             clip=recipe.clip,
             seed=recipe.seed,
             world=self._world,
@@ -202,9 +193,7 @@ class Training:
 
     def _cut(self) -> None:
         # Before a checkpoint is read: each rank reads only what it keeps.
-        self._inventory: CheckpointInventory | None = None
-        if self._plan.split.tensor or (self._plan.memory.zero and self._plan.ranks > 1):
-            self._inventory = CheckpointInventory(self._world)
+        self._inventory = make_inventory(self._plan, self._world)
         if self._plan.pipe_degree == 1 and not self._plan.split.tensor:
             return
         self._world.doing("cuts the model")
@@ -216,7 +205,6 @@ class Training:
         self.executor.cut(first)
         held = self.executor.strategy.parameters
         self.trained = replace(self.trained, away=held.away, layout=held.layers)
-        self._inventory = CheckpointInventory(self._world)
 
     def _warn_of_batch_norm(self, model: torch.nn.Module) -> None:
         kinds = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
@@ -234,14 +222,8 @@ class Training:
         beginning = Cursor(seed=self._recipe.seed)
         if not self._job.resume and self._world.place.attempt == 0:
             return beginning
-        destinations: dict[str, torch.Tensor] = {}
-
-        def prepare(manifest: Manifest) -> dict[str, torch.Tensor]:
-            destinations.update(self.trained.destinations(manifest))
-            return destinations
-
         with self._storing():
-            manifest = self._store.restore(prepare)
+            manifest = restore_checkpoint(self._store, self.trained, self.executor.strategy)
         if manifest is None:
             return beginning
         # A checkpoint made from weights alone has no cursor: training begins with them.
@@ -253,9 +235,12 @@ class Training:
                 why="Samples would be seen twice or never, because the seed decides their order.",
                 fix=f"Set seed = {cursor.seed}, or use a new run directory.",
             )
-        self.trained.apply(manifest, destinations)
-        self.executor.strategy.restore_exchange(destinations)
-        self.executor.steps_done = manifest.step
+        self.executor.steps_done = self._saved = manifest.step
+        if self._monitor is not None and "monitor" in manifest.facts:
+            self._monitor.restore(manifest.facts["monitor"])
+            self._pin()
+        if "callbacks" in manifest.facts and not self._job.proving:
+            self._callbacks.restore(manifest.facts["callbacks"])
         self._journal.event("resume", step=manifest.step, checkpoint=manifest.step)
         return cursor
 
@@ -280,6 +265,8 @@ class Training:
         """Step until the end of the recipe or a signal; returns the signal's name."""
         run, recipe = self.executor, self._recipe
         first = run.steps_done + 1
+        if self._lacks_validation(total) and self._judge():
+            return None
         while run.steps_done < total:
             self.current = run.steps_done + 1
             if self._job.before_step is not None:
@@ -298,10 +285,43 @@ class Training:
                 self._save()
             if stopping:
                 # The vote may be another rank's, which alone has got the signal.
-                return self._stop.requested or "another rank"
-            if last or _due(recipe.validate_every, run.steps_done):
-                self._validate()
+                asked = "a callback" if self._view.stopping else "another rank"
+                return self._stop.requested or asked
+            if (last or _due(recipe.validate_every, run.steps_done)) and self._judge():
+                break
         return None
+
+    def _lacks_validation(self, total: int) -> bool:
+        """Whether the checkpoint was written before the validation of the same step."""
+        step, monitor = self.executor.steps_done, self._monitor
+        due = step == total or _due(self._recipe.validate_every, step)
+        return monitor is not None and step > 0 and due and monitor.validated < step
+
+    def _judge(self) -> bool:
+        """Validate; keep the best checkpoint. Returns whether training stops early."""
+        self._validate()
+        monitor = self._monitor
+        if monitor is None:
+            return False
+        step = self.executor.steps_done
+        improved = monitor.take(step, self._values)
+        self._view.best_step = monitor.best_step
+        if improved and self._recipe.keep_best:
+            self._pin()
+            if self._saved != step:
+                self._save()
+            self._journal.event("best", step=step, metric=monitor.metric, value=monitor.best)
+        if monitor.exhausted:
+            if self._saved != step:
+                self._save()
+            self._journal.event("note", step=step, text=monitor.explain())
+        return monitor.exhausted
+
+    def _pin(self) -> None:
+        """Keep the checkpoint of the best validation."""
+        if self._recipe.keep_best and self._monitor is not None:
+            best = self._monitor.best_step
+            self._store.pinned = frozenset() if best is None else frozenset({best})
 
     def step(self) -> None:
         """One optimiser step, and its entry in the journal."""
@@ -311,28 +331,29 @@ class Training:
         batch = next(self._batches)
         waited = perf_counter() - start
         self._world.doing("computes step %d", run.steps_done + 1)
-        run.wants_stop = self._stop.requested is not None
+        run.wants_stop = self._stop.requested is not None or self._view.stopping
         run.step(batch)
         self._after = batch.after
         remarks = run.strategy.context.remarks
         while remarks:
             self._journal.event("note", step=run.steps_done, text=remarks.pop(0))
+        view, seconds = self._view, perf_counter() - start
+        view.loss, view.rate = run.record.loss, run.record.samples / seconds
+        view.lr = float(self.trained.optimizer.param_groups[0]["lr"])
         self._journal.step(
-            run.steps_done,
-            batch,
-            run.record,
-            seconds=perf_counter() - start,
-            waited=waited,
-            lr=float(self.trained.optimizer.param_groups[0]["lr"]),
+            run.steps_done, batch, run.record, seconds=seconds, waited=waited, lr=view.lr
         )
+        self._callbacks.call("on_step_end", view)
 
     def _contents(self) -> tuple[dict[str, torch.Tensor], Facts, Holdings | None]:
         """This rank's part of a checkpoint, the facts, and who holds what; collective."""
-        tensors = {**self.trained.tensors(), **self.executor.strategy.exchange_state()}
-        facts = self.trained.facts()
-        if self._inventory is None:
-            return tensors, facts, None
-        holdings, facts = self._inventory.agree(tensors, facts)
+        tensors, facts, holdings = checkpoint_contents(
+            self.trained, self.executor.strategy, self._inventory
+        )
+        if self._monitor is not None:
+            facts["monitor"] = self._monitor.state()
+        if states := self._callbacks.states():
+            facts["callbacks"] = states
         return tensors, facts, holdings
 
     def _save(self) -> None:
@@ -351,38 +372,28 @@ class Training:
         self._journal.event(
             "checkpoint", step=step, bytes=receipt.bytes, held_seconds=receipt.held_seconds
         )
+        self._saved = step
+        self._callbacks.call("on_checkpoint", self._view)
 
     def _validate(self) -> None:
-        recipe, plan = self._recipe, self._plan
+        recipe, run = self._recipe, self.executor
         if recipe.validation is None:
             return
         start = perf_counter()
-        self._world.doing("the validation after step %d", self.executor.steps_done)
-        source = rank_source(recipe.validation(), plan, self._world.rank)
-        samples = min(len(source), recipe.validation_samples or len(source))
-        batch = BatchSplit(
-            samples=min(samples, plan.batch.samples),
-            microbatch=plan.batch.largest(plan.data_degree),
-        ).shared_as(plan.batch, plan.data_degree)
-        with Loader(
-            source,
-            batch,
-            rank=plan.data_rank(self._world.rank),
-            ranks=plan.data_degree,
-            cursor=Cursor(seed=recipe.seed),
-            # The same samples at every validation, so that their losses can be compared.
-            shuffle=False,
-            epochs=1,
-            limit=samples,
-        ) as loader:
-            self._validation, seen = self.executor.evaluate(loader)
+        self._world.doing("the validation after step %d", run.steps_done)
+        data, most = recipe.validation(), recipe.validation_samples
+        with run.validation_loader(data, limit=most) as loader:
+            self._values, seen = run.validation(loader, recipe.metrics)
         self._journal.event(
             "validation",
-            step=self.executor.steps_done,
-            loss=self._validation,
+            step=run.steps_done,
+            loss=self._values["loss"],
             samples=seen,
             seconds=perf_counter() - start,
+            metrics={name: value for name, value in self._values.items() if name != "loss"},
         )
+        self._view.validation = dict(self._values)
+        self._callbacks.call("on_validation_end", self._view)
 
     @contextmanager
     def _storing(self) -> Iterator[None]:
@@ -406,6 +417,7 @@ class Training:
         with self._storing():
             # Before the event "stop": a run is complete only with its last checkpoint.
             self._store.wait()
+        self._callbacks.call("on_train_end", self._view)
         if stopped_by is None and showcase is not None:
             # On all ranks, because gathering the model is collective; rank 0 alone shows it.
             with run.whole() as model:
@@ -419,7 +431,9 @@ class Training:
         return TrainingOutcome(
             steps=run.steps_done,
             loss=run.record.loss,
-            validation=self._validation,
+            validation=self._values.get("loss"),
+            metrics={name: v for name, v in self._values.items() if name != "loss"},
+            best_step=None if self._monitor is None else self._monitor.best_step,
             stopped_by=stopped_by,
         )
 

