@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -17,10 +18,10 @@ from headway.errors import DataError, DocumentError, HeadwayError, RecipeError
 from headway.plans import ExchangePlan, PipelinePlan
 from headway.run.recipe.batch_units import resolve_batch, steps_per_epoch, stop_steps
 from headway.run.recipe.check import check_recipe
-from headway.run.recipe.factory import load_recipe
+from headway.run.recipe.factory import load_recipe, override_recipe
 from headway.run.recipe.recipe import Recipe, criterion
 from headway.run.recipe.schema import Scalars, apply_overrides
-from headway.run.recipe.user_code import describe_recipe
+from headway.run.recipe.user_code import describe_recipe, describe_value
 from support.golden import check_golden
 from support.sampling import sampled
 
@@ -298,6 +299,50 @@ def test_overrides_of_a_file():
     recipe = load_recipe(write(TOML), ["optimizer.lr=0.5", "batch=32 samples", "model.depth=2"])
     assert recipe.optimizer(recipe.model()).param_groups[0]["lr"] == 0.5
     assert (recipe.batch, len(recipe.model().layers)) == ("32 samples", 2)
+
+
+GROUPS = """
+def in_groups():
+    import dataclasses
+    def build(model):
+        first, *rest = model.parameters()
+        return torch.optim.SGD([{"params": [first], "lr": 0.5}, {"params": rest}], lr=0.1)
+    return dataclasses.replace(my_recipe(), optimizer=build)
+"""
+
+
+def test_overrides_reach_the_optimiser_of_a_function(folder: Path):
+    recipe = load_recipe("my_module:my_recipe", ["optimizer.lr=0.25", "optimizer.momentum=0.5"])
+    made = recipe.optimizer(recipe.model())
+    assert [(g["lr"], g["momentum"]) for g in made.param_groups] == [(0.25, 0.5)]
+    assert "lr=0.25" in describe_value(recipe.optimizer)
+    assert override_recipe(recipe, ["optimizer.lr=2"]).optimizer(recipe.model()).defaults["lr"] == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("optimizer.momentun=0.5", "no option optimizer.momentun; did you mean momentum?"),
+        ("optimizer.lr=-1", "Invalid learning rate: -1"),
+        ("optimizer.lr=fast", "optimizer.lr='fast' is not a number"),
+    ],
+)
+def test_a_wrong_option_of_the_optimiser_is_named(override: str, said: str):
+    recipe = load_recipe("my_module:my_recipe", [override])
+    with pytest.raises(RecipeError, match=re.escape(said)):
+        recipe.optimizer(recipe.model())
+
+
+def test_an_option_that_groups_have_of_their_own_is_not_levelled(folder: Path):
+    (folder / "my_module.py").write_text(MODULE + GROUPS)
+    recipe = load_recipe("my_module:in_groups", ["optimizer.lr=0.2"])
+    with pytest.raises(RecipeError, match=r"optimizer.lr is 0.5, 0.1 in its parameter groups"):
+        recipe.optimizer(recipe.model())
+
+
+def test_an_unknown_key_of_a_function_says_where_options_belong():
+    with pytest.raises(DocumentError, match=r"write optimizer.lr for an option of the optimiser"):
+        load_recipe("my_module:my_recipe", ["lr=0.2"])
 
 
 def test_an_override_may_supply_what_the_file_lacks():

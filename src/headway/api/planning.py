@@ -70,6 +70,7 @@ class PlanningResult:
         length: How long the recipe trains, where prices are known.
         any_devices: Whether no numbers of devices were asked for.
         model: The recipe itself, whose model is cut on trial; None: not at hand.
+        overridden: Whether `overrides` have changed it.
     """
 
     recipe: RecipeInput
@@ -83,6 +84,7 @@ class PlanningResult:
     search_seconds: float
     any_devices: bool = False
     model: Recipe | None = None
+    overridden: bool = False
 
     @property
     def frontier(self) -> tuple[Point, ...]:
@@ -171,7 +173,9 @@ class PlanningResult:
             PlanError: As `plan`.
         """
         out = Path(file)
-        plan = record_provenance(self.plan, self.recipe, self.cluster_input, self.nodes, out)
+        # Overrides are part of what was asked, and a plan's file has no field for them.
+        recipe = self.model if self.overridden and self.model is not None else self.recipe
+        plan = record_provenance(self.plan, recipe, self.cluster_input, self.nodes, out)
         plan.save(out)
         if self.missing:
             # The file does not say it: which operators a tensor axis splits is not in the plan.
@@ -197,6 +201,7 @@ def plan(
     schedules: str | None = None,
     runnable: bool = False,
     time_limit: str | float | None = None,
+    overrides: Sequence[str] = (),
 ) -> PlanningResult:
     """Find the plans that nothing beats in step time, memory and devices, and choose one.
 
@@ -219,6 +224,7 @@ def plan(
             `runnable` and the objective "fastest" all that the executor runs.
         runnable: Look only for plans that the executor can run, without a tensor axis.
         time_limit: Of the search in seconds, or as in "10 s"; then the best so far is the answer.
+        overrides: "key=value" changes to the recipe.
 
     Returns:
         The frontier, the chosen plan, and its prediction.
@@ -244,7 +250,7 @@ def plan(
     from headway.api.recipe_workload import capture_workload  # imports torch
 
     begin = perf_counter()
-    captured = capture_workload(recipe_reference(recipe))
+    captured = capture_workload(recipe_reference(recipe), overrides)
     captured_at = perf_counter()
     note_unknown_operators(captured.work)
     said = captured.annotations
@@ -288,6 +294,7 @@ def plan(
         search_seconds=perf_counter() - captured_at,
         any_devices=options.counts is None,
         model=captured.recipe,
+        overridden=bool(overrides),
     )
 
 

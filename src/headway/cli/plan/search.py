@@ -29,6 +29,7 @@ def search_plans(
     schedules: str | None = None,
     runnable: Annotated[bool, Parameter(negative="")] = False,
     time_limit: str | None = None,
+    overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative="")] = (),
     svg: Path | None = None,
     png: Path | None = None,
     out: Path | None = None,
@@ -52,6 +53,7 @@ def search_plans(
         runnable: Look only for plans that the executor can run, without a tensor axis.
         time_limit: Stop searching after this long, as in "10 s", with the best plan so far and its
             distance from the optimum.
+        overrides: KEY=VALUE, a change to the recipe; may be repeated.
         svg: Draw the frontier into this file.
         png: Draw the frontier into this file.
         out: Write the chosen plan to this file, for `headway train --plan`.
@@ -68,6 +70,7 @@ def search_plans(
         runnable=runnable,
         schedules=schedules,
         time_limit=time_limit,
+        overrides=overrides,
     )
     if json:
         say_json(report_data(result))

@@ -13,11 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from headway.data.source import GlobalGenerators
+from headway.documents import nearest
 from headway.errors import RecipeError
+from headway.keywords import told_together
 from headway.optim.lr_scaling import Scaling, scale_rates
 from headway.run.recipe.accepted_forms import Factory, ModelCopies, with_article
 from headway.run.recipe.batch_units import resolve_batch
@@ -93,7 +96,8 @@ def override_recipe(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
         raise RecipeError(
             "a Recipe object has no arguments to override",
             where=f"recipe {recipe.name}",
-            fix="Build it with other arguments, or name the function that returns it.",
+            fix="Build it with other arguments, or name the function that returns it; options of "
+            "its optimiser are optimizer.NAME.",
         )
     return _with_document(recipe, document, given_keys(None, overrides))
 
@@ -101,7 +105,10 @@ def override_recipe(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
 def _with_document(
     recipe: Recipe, document: RecipeReference, keys: Mapping[str, tuple[str, ...]]
 ) -> Recipe:
-    return dataclasses.replace(recipe, **(scalars_of(document) | _tables(recipe, document, keys)))
+    changed = scalars_of(document) | _tables(recipe, document, keys)
+    if document.optimizer:
+        changed["optimizer"] = OptionsLaidOver(recipe.optimizer, document.optimizer)
+    return dataclasses.replace(recipe, **changed)
 
 
 def _build(checked: CheckedRecipe) -> Recipe:
@@ -240,6 +247,59 @@ class _Parts:
 
     def function(self, reference: str, where: str) -> Callable[..., Any]:
         return _callable(reference, where, "a class or function")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptionsLaidOver(Factory):
+    """An optimiser with options changed after it was built, in all of its parameter groups."""
+
+    build: Callable[[nn.Module], Optimizer]
+    options: Mapping[str, Any]
+
+    def __call__(self, model: nn.Module) -> Optimizer:
+        optimizer = self.build(model)
+        if problems := [*self._problems(optimizer)]:
+            raise told_together(type(optimizer).__name__, problems, RecipeError, where="--set")
+        for name, value in self.options.items():
+            optimizer.defaults[name] = _plain(value)
+            for group in optimizer.param_groups:
+                group[name] = _plain(value)
+        return optimizer
+
+    def _problems(self, optimizer: Optimizer) -> Iterator[str]:
+        for name, value in self.options.items():
+            if name not in optimizer.defaults:
+                yield f"there is no option optimizer.{name}{nearest(name, [*optimizer.defaults])}"
+                continue
+            own = [group[name] for group in optimizer.param_groups]
+            if any(one != own[0] for one in own):
+                yield (
+                    f"optimizer.{name} is {', '.join(map(repr, own))} in its parameter groups: "
+                    "write arguments.NAME=... for an argument of the function that builds them"
+                )
+            # Torch compares numbers, and a text raises a TypeError about "<".
+            if _is_number(own[0]) and not _is_number(value):
+                yield f"optimizer.{name}={value!r} is not a number"
+                continue
+            try:
+                # The class checks its values where it is built.
+                type(optimizer)([nn.Parameter(torch.zeros(1))], **{name: _plain(value)})
+            except (ValueError, TypeError) as error:
+                if "unexpected keyword" not in str(error):
+                    yield f"optimizer.{name}={value!r}: {error}"
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"{describe_value(self.build)} with {options}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _plain(value: Any) -> Any:
+    """As torch has it: TOML knows lists only."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ problems with their lines.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -278,10 +279,14 @@ class RecipeDocument(Scalars):
 
 @document
 class RecipeReference(Scalars):
-    """recipe.toml that names a function, or a function named on the command line."""
+    """recipe.toml that names a function, or a function named on the command line.
+
+    `optimizer` holds options that are laid over those of the optimiser that the recipe builds.
+    """
 
     recipe: Reference
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    optimizer: dict[str, Any] = dataclasses.field(default_factory=dict)
     name: Name | None = None
     batch: Batch | None = None
     stop: Stop | None = None
@@ -335,9 +340,22 @@ def reference_recipe(reference: str, overrides: Sequence[str] = ()) -> RecipeRef
         RecipeError: An override is not of the form key=value.
     """
     raw = apply_overrides({"recipe": reference}, overrides)
-    checked = _check(raw, _problems(raw, "--set", ""), "--set")
+    problems = [_with_tables(problem, raw) for problem in _problems(raw, "--set", "")]
+    checked = _check(raw, problems, "--set")
     assert isinstance(checked, RecipeReference)
     return checked
+
+
+def _with_tables(problem: str, raw: Mapping[str, Any]) -> str:
+    """An unknown key is most often an option of the optimiser or an argument of the function."""
+    match = re.search(r"unknown key (\w+)", problem)
+    if match is None or match[1] not in raw or "did you mean" in problem:
+        return problem
+    key = match[1]
+    return (
+        f"{problem[: match.end()]}; write optimizer.{key} for an option of the optimiser, "
+        f"arguments.{key} for an argument of the function"
+    )
 
 
 def given_keys(path: Path | None, overrides: Sequence[str]) -> dict[str, tuple[str, ...]]:

@@ -166,6 +166,8 @@ class Training:
         self._monitor = Monitor.of(recipe, scheduler)
         if recipe.metrics is not None:
             check_metrics(self._plan)
+        # Now: the strategy may change its groups.
+        self._options = describe_options(optimizer)
         self._data = as_source(recipe.data())
         self.trained = TrainingState(model, optimizer, scheduler)
         self.executor = Executor(
@@ -245,6 +247,8 @@ class Training:
         return cursor
 
     def _announce(self, total: int) -> None:
+        if self._world.rank == 0:
+            self._directory.add_to_recipe({"optimizer options": self._options})
         tokens = self._recipe.tokens_per_sample
         expected = self._plan.prediction
         self._journal.event(
@@ -446,6 +450,19 @@ class Training:
                 left_out = reads_sample_parts(self._data, self._plan)
                 text = NO_SHOWCASE if left_out else self._recipe.showcase(model)
             self._journal.event("showcase", step=self.executor.steps_done, text=text)
+
+
+def describe_options(optimizer: torch.optim.Optimizer) -> str:
+    """The numbers of each parameter group: "AdamW: lr 0.001, betas (0.9, 0.999), ..."."""
+    groups = [
+        ", ".join(f"{name} {value}" for name, value in group.items() if _is_option(name, value))
+        for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__name__}: {'; '.join(dict.fromkeys(groups))}"
+
+
+def _is_option(name: str, value: Any) -> bool:
+    return name != "params" and isinstance(value, int | float | str | tuple) and value is not False
 
 
 def _due(every: int, step: int) -> bool:

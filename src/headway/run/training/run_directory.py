@@ -12,15 +12,19 @@ import logging
 import os
 import platform
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryFile
 from time import time
 from typing import Any
 
-from headway.documents import nearest
+from headway.documents import nearest, parse_json
 from headway.errors import RunDirectoryTaken, RunError, UsageError
 from headway.plans import Plan
 from headway.run.distributed.launch_env import LaunchEnv
@@ -77,6 +81,11 @@ class RunDirectory:
         _write_json(self.path / "environment.json", environment)
         # Last: this file marks a directory as holding a run.
         _write_json(self.recipe_file, recipe)
+
+    def add_to_recipe(self, facts: Mapping[str, str]) -> None:
+        """Add what is known of the recipe only when its parts are built (rank 0 only)."""
+        known = parse_json(self.recipe_file.read_bytes())
+        _write_json(self.recipe_file, {**known, **facts})
 
 
 def choose_directory(
@@ -184,7 +193,36 @@ def describe_environment(*, torch_version: str, device: str, backend: str) -> di
         "backend": backend,
         "host": platform.node(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        **_loaded_versions(),
+        **_git_commit(),
     }
+
+
+PACKAGES = ("numpy", "transformers", "datasets", "peft", "accelerate", "timm", "torchvision")
+"""Whose versions are recorded where they are loaded."""
+
+
+def _loaded_versions() -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name in PACKAGES:
+        if name in sys.modules:
+            with suppress(metadata.PackageNotFoundError):
+                found[name] = metadata.version(name)
+    return found
+
+
+def _git_commit() -> dict[str, object]:
+    """The commit of the current folder, and whether files that git knows have been changed."""
+    try:
+        commit, status = (
+            subprocess.run(
+                ["git", *words.split()], capture_output=True, text=True, timeout=10, check=True
+            ).stdout.strip()
+            for words in ("rev-parse HEAD", "status --porcelain --untracked-files=no")
+        )
+    except (OSError, subprocess.SubprocessError):  # no git, no repository, or a very large one
+        return {}
+    return {"git": f"{commit}, with changes" if status else commit}
 
 
 def _write_json(path: Path, value: Mapping[str, object]) -> None:
