@@ -194,7 +194,7 @@ def scalar_names() -> set[str]:
 
 def test_the_schema_knows_every_scalar_field_of_recipe():
     parts = {"model", "data", "loss", "optimizer", "validation", "scheduler", "showcase"}
-    parts |= {"metrics", "callbacks"}
+    parts |= {"metrics", "callbacks", "collate"}
     fields = {field.name for field in dataclasses.fields(Recipe)}
     assert scalar_names() | {"name", "batch", "stop"} == fields - parts
 

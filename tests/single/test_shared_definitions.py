@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from headway.data import as_source
 from headway.errors import NotEqual
 from headway.optim import LARS, WarmUp, layerwise, lr_scaling, warmup
 from headway.plans import ExchangePlan, data_parallel
@@ -17,6 +18,7 @@ from headway.run.step import forward_pass
 from headway.run.step.randomness import build_model
 from headway.verification.own_precision import check_own_precision
 from headway.verification.recording import build_training_state
+from headway.verification.reference.epochs import ReferenceEpochs
 from headway.verification.reference.recipes import (
     batch_samples,
     check_amounts,
@@ -25,6 +27,7 @@ from headway.verification.reference.recipes import (
     stop_steps,
 )
 from support.recipes import mlp
+from support.tiny_models import Points
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -32,9 +35,12 @@ from support.recipes import mlp
 def test_amounts_are_those_of_the_run(stop, drop_last):
     recipe = replace(mlp(), stop=stop, tokens_per_sample=5, batch="60 tokens", drop_last=drop_last)
     assert batch_samples(recipe) == resolve_batch(recipe) == 12
-    assert stop_steps(recipe, 40) == steps_of_the_run(recipe, 40)
+    sizes = ReferenceEpochs(as_source(Points(40)), 5, 12, drop_last).sizes
+    steps = stop_steps(recipe, sizes, drawn=False)
+    assert steps == stop_steps(recipe, sizes, drawn=True) == steps_of_the_run(recipe, 40)
+    assert steps == steps_of_the_run(recipe, sizes)
     with pytest.raises(NotEqual, match="ends after"):
-        check_amounts(recipe, 40, batch=12, steps=stop_steps(recipe, 40) + 1)
+        check_amounts(recipe, sizes, batch=12, steps=steps + 1)
 
 
 def test_a_plan_without_the_compressor_of_the_recipe_is_refused():

@@ -384,11 +384,14 @@ def note_unknown_operators(work: PlanningWorkload) -> None:
 
 def training_length(recipe: Recipe) -> TrainingLength:
     """How many steps a recipe trains, where it says and its data are there."""
-    from headway.data import as_source  # imports torch
     from headway.run.recipe.batch_units import steps_per_epoch, stop_steps
+    from headway.run.recipe.training_data import (  # imports torch
+        recipe_epoch_length,
+        training_data,
+    )
 
     try:
-        length = len(as_source(recipe.data()))
+        length = recipe_epoch_length(recipe, training_data(recipe))
         return TrainingLength(
             stop=stop_steps(recipe, length), epoch=steps_per_epoch(recipe, length)
         )

@@ -22,7 +22,6 @@ from headway.capture.benchmark.timer import DeviceTimer
 from headway.cluster import Cluster
 from headway.cost.machines import Machine
 from headway.cost.memory import OPTIMISER_MEMORY, OptimiserMemory
-from headway.data import as_source
 from headway.graph.annotations import ForcedChoices
 from headway.graph.layer_algorithms import AlgorithmProfile, LayerAlgorithm
 from headway.planner.estimate.operators import PlanningWorkload
@@ -30,6 +29,7 @@ from headway.planner.guidelines.layer_algorithms import Minibatch, choose_miniba
 from headway.run.measure.recipe_model import recipe_graph
 from headway.run.recipe.factory import load_recipe
 from headway.run.recipe.recipe import Recipe, sum_and_count
+from headway.run.recipe.training_data import training_data
 from headway.run.step.batch import example_batch, to_device
 from headway.run.step.randomness import seed_everything
 
@@ -145,7 +145,7 @@ def measure_minibatch(reference: str, *, memory: float, most: int) -> Minibatch:
 
         return measure_algorithms(model, step, clock=clock, parameters=held, known=known).profile
 
-    samples = len(as_source(recipe.data()))
+    samples = len(training_data(recipe))
     tried = sorted({2**n for n in range(most.bit_length()) if 2**n <= most} | {most})
     return choose_minibatch(profile, tried, memory=memory, samples=samples)
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from headway.data.cache.cached_source import CacheWarning as CacheWarning
     from headway.data.cache.cached_source import cached as cached
     from headway.data.cache.statistics import CacheStatistics as CacheStatistics
+    from headway.data.examples import as_examples as as_examples
     from headway.data.loader import Loader as Loader
     from headway.data.loader import MicroBatch as MicroBatch
     from headway.data.loader import RankBatch as RankBatch
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from headway.data.source import Source as Source
     from headway.data.source import TensorSource as TensorSource
     from headway.data.source import as_source as as_source
+    from headway.data.torch_loader import LoaderSource as LoaderSource
 
 
 _HOMES = {
@@ -43,12 +45,14 @@ _HOMES = {
     for module, names in {
         "cache.cached_source": "CacheWarning CachedSource cached",
         "cache.statistics": "CacheStatistics",
+        "examples": "as_examples",
         "loader": "Loader MicroBatch RankBatch",
         "order": "Cursor SampleOrder take",
         "slabs.slab_source": (
             "Hdf5Slabs NpySlabs SampleParts SlabCut SlabReader SlabSource ZarrSlabs slabs_in"
         ),
         "slabs.slab_store": "SlabStore",
+        "torch_loader": "LoaderSource",
         "source": (
             "ArraySource DatasetSource MemmapSource SeededSource Source TensorSource as_source"
         ),

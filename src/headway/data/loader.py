@@ -22,12 +22,13 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset
 
 from headway.data.order import (
@@ -38,7 +39,9 @@ from headway.data.order import (
     SampleOrder,
     sample_seeds,
 )
+from headway.data.sampler_order import SamplerOrder
 from headway.data.source import SeededSource, Source, reading
+from headway.data.torch_loader import LoaderSource
 from headway.errors import DataError, HeadwayError
 from headway.plans import BatchSplit
 from headway.units import counted
@@ -55,10 +58,11 @@ _FOR_THE_RANK = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True)
 class FetchRequest:
-    """One micro-batch: places of one epoch."""
+    """One micro-batch: places of one epoch, and which samples a user's sampler has put there."""
 
     epoch: int
     positions: range
+    drawn: tuple[int, ...] | None = None
 
 
 _BUS_ERROR = (
@@ -84,7 +88,9 @@ class MicroBatchReader(Dataset[Any]):
             DataError: The source cannot read it.
         """
         epoch, places = request.epoch, request.positions
-        indices: list[int] = self._indices(epoch, places).tolist()
+        # A sampler is drawn from in one process, and never again in a worker.
+        drawn = request.drawn
+        indices = self._indices(epoch, places).tolist() if drawn is None else list(drawn)
         with reading(self._source, indices):
             if self._seeded is None:
                 return self._source.read(indices)
@@ -294,11 +300,13 @@ class Loader:
     Args:
         split: The global batch and its micro-batches.
         shuffle: Visit the samples of an epoch in an order that depends on (seed, epoch) alone;
-            otherwise as they lie.
+            otherwise as they lie. Of a torch DataLoader its sampler decides.
         drop_last: Leave out the ragged last batch of every epoch.
         workers: Processes that read ahead; 0 reads when a batch is asked for.
         epochs: End before this epoch, counted from the beginning of the run; None: never end.
         limit: Most samples of an epoch, taken from the beginning of the source; None: all.
+        agree: Called by this rank with a fact of an epoch that all ranks must have, and what it is:
+            the order that a sampler has drawn; None: not compared.
 
     Raises:
         DataError: There are no samples, less than one batch of them, or the cursor lies outside.
@@ -317,22 +325,35 @@ class Loader:
         workers: int = 0,
         epochs: int | None = None,
         limit: int | None = None,
+        agree: Agree | None = None,
     ) -> None:
-        length = checked_length(source, split.samples, limit)
-        self._batches = GlobalBatches(cursor, length, split.samples, drop_last, epochs)
+        self._drawn: SamplerOrder | None = None
+        self._pin = False
+        if isinstance(source, LoaderSource):
+            self._drawn, self._pin = source.order(cursor.seed), source.pin
+            shuffle = shuffle and source.shuffle
+        length = checked_length(source, split.samples, limit, drawn=self._drawn is not None)
+        self._limit = limit
+        self._batches = GlobalBatches(
+            cursor, length, split.samples, drop_last, epochs, order=self._drawn
+        )
         self._split, self._rank, self._ranks = split, rank, ranks
-        self._workers = workers
+        self._workers, self._agree = workers, agree
         self._reader = MicroBatchReader(source, SampleOrder(length, cursor.seed, shuffle=shuffle))
         self._current: InProcessFetcher | WorkerFetcher | None = None  # one iteration at a time
 
     def __iter__(self) -> Iterator[RankBatch]:
         self.close()
         fetched = self._current = self._fetched()
+        epoch: int | None = None
         try:
-            for batch in self._batches:
+            for batch in self._global_batches():
+                if self._drawn and self._agree and batch.start.epoch != epoch:
+                    epoch = batch.start.epoch
+                    self._agree(f"order of {self._drawn.kind}", self._drawn.digest(epoch))
                 yield RankBatch(
                     micros=tuple(
-                        MicroBatch(data=next(fetched), positions=part)
+                        MicroBatch(data=pinned(next(fetched), self._pin), positions=part)
                         for part in self._parts(batch)
                     ),
                     samples=batch.count,
@@ -358,13 +379,28 @@ class Loader:
     def _fetched(self) -> InProcessFetcher | WorkerFetcher:
         # A second walk over the same batches: the workers run ahead of `__iter__`.
         requests = (
-            FetchRequest(batch.start.epoch, part)
-            for batch in self._batches
+            FetchRequest(batch.start.epoch, part, self._drawn_at(batch.start.epoch, part))
+            for batch in self._global_batches()
             for part in self._parts(batch)
         )
         if self._workers:
             return WorkerFetcher(self._reader, requests, self._workers)
         return InProcessFetcher(self._reader, requests)
+
+    def _global_batches(self) -> Iterator[GlobalBatch]:
+        """All batches; of a drawn order those that begin within the limit."""
+        limited = self._limit is not None and self._drawn is not None
+        for batch in self._batches:
+            if not limited:
+                yield batch
+            elif batch.start.position < (self._limit or 0):
+                left = (self._limit or 0) - batch.start.position
+                yield replace(batch, count=min(batch.count, left))
+
+    def _drawn_at(self, epoch: int, part: range) -> tuple[int, ...] | None:
+        if self._drawn is None:
+            return None
+        return tuple(self._drawn.indices(epoch, part.start, part.stop).tolist())
 
     def _parts(self, batch: GlobalBatch) -> tuple[range, ...]:
         share, first = self._split.share(self._rank, self._ranks, batch.count), batch.start.position
@@ -372,8 +408,24 @@ class Loader:
         return tuple(range(first + part.start, first + part.stop) for part in parts)
 
 
-def checked_length(source: Source, batch: int, limit: int | None = None) -> int:
+Agree = Callable[[str, Any], None]
+"""Compares a fact with that of the other ranks; collective. Its first argument says what it is."""
+
+
+def pinned(data: Any, wanted: bool) -> Any:
+    """The batch in page-locked memory, where there is an accelerator that it pays for."""
+    if not (wanted and torch.cuda.is_available()):
+        return data
+    return tree_map(lambda t: t.pin_memory() if isinstance(t, torch.Tensor) else t, data)
+
+
+def checked_length(
+    source: Source, batch: int, limit: int | None = None, *, drawn: bool = False
+) -> int:
     """Samples of an epoch.
+
+    Args:
+        drawn: A sampler decides, so that batches need not be full.
 
     Raises:
         DataError: There are none, or less than one batch of them.
@@ -385,7 +437,7 @@ def checked_length(source: Source, batch: int, limit: int | None = None) -> int:
             where=type(source).__name__,
             fix="Check the path or the filter that selects its samples.",
         )
-    if length < batch:
+    if length < batch and not drawn:
         raise DataError(
             "the data set is smaller than one batch",
             where=type(source).__name__,

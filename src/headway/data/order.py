@@ -16,7 +16,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +64,11 @@ def sample_seeds(seed: int, epoch: int, start: int, stop: int) -> list[int]:
     places = np.arange(start, stop, dtype=np.uint64)
     seeds: list[int] = _mix(_mix(places ^ first) ^ second).tolist()
     return seeds
+
+
+def sampler_seed(seed: int, epoch: int) -> int:
+    """64 bits: the seed of what a user's sampler draws from the global generators in an epoch."""
+    return int(_keys("sampler", seed, epoch, 1)[0])
 
 
 class _Grid:
@@ -155,9 +160,18 @@ class GlobalBatch:
     after: Cursor
 
 
+class BatchOrder(Protocol):
+    """An order with batches of its own: that of a user's sampler."""
+
+    def take(self, cursor: Cursor, batch: int, drop_last: bool) -> tuple[int, Cursor]: ...
+
+
 @dataclass(frozen=True)
 class GlobalBatches:
     """The global batches from a cursor on, up to epoch `epochs`; arguments as of `take`.
+
+    Attributes:
+        order: Says which batches there are; None: `take` does.
 
     Raises:
         DataError: The cursor lies outside an epoch, so it belongs to other data.
@@ -168,17 +182,23 @@ class GlobalBatches:
     batch: int
     drop_last: bool
     epochs: int | None
+    order: BatchOrder | None = None
 
     def __post_init__(self) -> None:
-        take(self.cursor, self.length, self.batch, self.drop_last)
+        self._take(self.cursor)
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         cursor = self.cursor
         while self.epochs is None or cursor.epoch < self.epochs:
-            count, after = take(cursor, self.length, self.batch, self.drop_last)
+            count, after = self._take(cursor)
             if count:  # 0 for a rest that is left out, when a run resumes with a larger batch
                 yield GlobalBatch(count, cursor, after)
             cursor = after
+
+    def _take(self, cursor: Cursor) -> tuple[int, Cursor]:
+        if self.order is not None:
+            return self.order.take(cursor, self.batch, self.drop_last)
+        return take(cursor, self.length, self.batch, self.drop_last)
 
 
 def take(cursor: Cursor, length: int, batch: int, drop_last: bool = False) -> tuple[int, Cursor]:

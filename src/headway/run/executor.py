@@ -29,7 +29,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from headway.channel.facts import gather_facts
 from headway.checkpoint.pretrained import load_weights
 from headway.checkpoint.store import CheckpointStore
-from headway.data import Cursor, Loader, MicroBatch, RankBatch
+from headway.data import Cursor, Loader, LoaderSource, MicroBatch, RankBatch
+from headway.data.examples import check_batch
 from headway.errors import CheckpointMismatch, PlanError, UsageError
 from headway.keywords import checks_keywords, users_line
 from headway.plans import BatchSplit, Plan
@@ -308,7 +309,8 @@ class Executor:
         """This rank's share of every global batch, in an order that depends on the seed alone.
 
         Args:
-            examples: A `Source` or any map-style torch `Dataset`.
+            examples: A `Source`, any map-style torch `Dataset`, or a torch `DataLoader`, whose
+                batch must be the global batch; its sampler decides the order.
             epochs: Passes over the data; None: no end. With a cursor, counted from the beginning of
                 the run, so that a resumed loop ends where it would have ended.
             cursor: Where to begin; by default where `resume` has left off, else at an epoch that no
@@ -329,6 +331,10 @@ class Executor:
     def loader(self, examples: Any, *, cursor: Cursor | None = None, **options: Any) -> RankLoader:
         """The loader behind `batches`; see `headway.run.step.batch.rank_loader` for `options`."""
         source = rank_source(examples, self.plan, self.world.rank)
+        if isinstance(source, LoaderSource):
+            options["drop_last"] = bool(options.get("drop_last")) or source.drop_last
+            options["workers"] = options.get("workers") or source.workers
+        check_batch(source, self.plan.batch.samples, drop_last=bool(options.get("drop_last")))
         if not options.get("drop_last"):
             check_last_batch(self.plan, len(source))
         options["cursor"] = cursor or Cursor(seed=self.seed, epoch=0, position=0)

@@ -24,7 +24,6 @@ from headway.channel.facts import gather_facts
 from headway.comm.compress.state import STATE_PREFIX
 from headway.comm.lanes.buckets import Bucket, BucketNames
 from headway.comm.tuning.autotuning import AdaptiveExchange, BucketArrangement
-from headway.data import as_source
 from headway.errors import Diverged
 from headway.optim import parallel_norms
 from headway.optim.layerwise import Layerwise
@@ -35,6 +34,7 @@ from headway.run.distributed.world import World
 from headway.run.executor import Executor
 from headway.run.recipe.batch_units import resolve_batch
 from headway.run.recipe.recipe import Recipe
+from headway.run.recipe.training_data import training_data
 from headway.run.step.forward_pass import to_float64
 from headway.run.step.randomness import build_model
 from headway.run.step.setup import recipe_plan, stepped_each_step
@@ -46,6 +46,7 @@ from headway.verification.recording import (
     build_training_state,
     recipe_and_plan,
 )
+from headway.verification.reference.epochs import reference_epochs
 from headway.verification.reference.recipes import check_plan
 from headway.verification.serial_run import save_cut
 
@@ -284,8 +285,8 @@ class RecordedRun:
     def _make_steps(self) -> None:
         """All steps, or until the ranks are apart."""
         run, recipe, job = self._run, self._recipe, self._job
-        source = as_source(recipe.data())
-        cursor = job.start(recipe, len(source))
+        source = training_data(recipe)
+        cursor = job.start(recipe, reference_epochs(recipe, source).sizes)
         with run.loader(source, cursor=cursor, drop_last=recipe.drop_last) as loader:
             # The range first: else zip would read one more batch before it notices the end.
             for step, batch in zip(range(1, job.count(recipe) + 1), loader, strict=False):

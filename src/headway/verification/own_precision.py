@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headway.data import Cursor, RankBatch, as_source
+from headway.data import Cursor, RankBatch
 from headway.errors import NotEqual
 from headway.plans import BatchSplit, data_parallel
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
 from headway.run.recipe.recipe import Recipe
+from headway.run.recipe.training_data import training_data
 from headway.run.step.batch import resize_batch
 from headway.run.step.randomness import (
     LogicalRandomness,
@@ -49,7 +50,7 @@ def check_own_precision(recipe: Recipe) -> None:
     """
     if recipe.precision == "float64":
         return  # as all else
-    source = as_source(recipe.data())
+    source = training_data(recipe)
     split = BatchSplit(samples=min(SAMPLES, len(source)))
     start = Cursor(seed=recipe.seed)
     batches = reference_batches(source, split, 1, start, steps=1, drop_last=False)

@@ -7,7 +7,7 @@ in the order in which a step makes them (`KINDS`).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,7 +32,6 @@ from headway.verification.reference.optimizers import (
     check_warm_up_then_cosine,
     step_as_published,
 )
-from headway.verification.reference.recipes import batch_samples
 from headway.verification.reference.schedulers import GivenArguments, check_scaled_rates
 
 KINDS = (
@@ -102,14 +101,17 @@ class VerifyJob:
         recipe = load_recipe(self.recipe, self.overrides)
         return recipe if self.narrow else replace(recipe, precision="float64")
 
-    def start(self, recipe: Recipe, length: int) -> Cursor:
-        """Where the recorded steps begin: so that the epoch ends one step before the last."""
+    def start(self, recipe: Recipe, sizes: Callable[[int], Sequence[int]]) -> Cursor:
+        """Where the recorded steps begin: so that the epoch ends one step before the last.
+
+        Args:
+            sizes: Samples of each batch of an epoch.
+        """
         if self.whole:
             return Cursor(seed=recipe.seed)
-        batch = batch_samples(recipe)
-        per_epoch = length // batch if recipe.drop_last else -(-length // batch)
-        first = max(0, per_epoch - max(1, self.count(recipe) - 1))
-        return Cursor(seed=recipe.seed, epoch=0, position=first * batch)
+        epoch = sizes(0)
+        first = max(0, len(epoch) - max(1, self.count(recipe) - 1))
+        return Cursor(seed=recipe.seed, epoch=0, position=sum(epoch[:first]))
 
 
 @dataclass(frozen=True, slots=True)

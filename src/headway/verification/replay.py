@@ -25,12 +25,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headway.data import Cursor, RankBatch, as_source
+from headway.data import Cursor, RankBatch
 from headway.errors import NotEqual
 from headway.plans import Plan
 from headway.plans.layer_split import SPACE
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.recipe.recipe import Recipe
+from headway.run.recipe.training_data import training_data
 from headway.run.step.forward_pass import to_float64
 from headway.run.step.randomness import RandomDraws
 from headway.run.step.setup import stepped_each_step
@@ -50,6 +51,7 @@ from headway.verification.recording import (
 from headway.verification.reference import rounding
 from headway.verification.reference.batches import reference_batches
 from headway.verification.reference.draws import initial_model
+from headway.verification.reference.epochs import reference_epochs
 from headway.verification.reference.exchanges import (
     SIGMAS,
     BucketInputs,
@@ -145,7 +147,7 @@ class Replay:
         """All steps that were recorded to their end."""
         recipe, job = self._recipe, self._job
         count, made = job.count(recipe), self._recorded.complete_steps
-        start = job.start(recipe, len(as_source(recipe.data())))
+        start = job.start(recipe, reference_epochs(recipe, training_data(recipe)).sizes)
         self.make_steps(start, 1, min(count, made))
         self._compare_checkpoint(min(count, made))
         if made < count and not self._recorded.ended:
@@ -160,7 +162,7 @@ class Replay:
     def make_steps(self, start: Cursor, first: int, last: int) -> Cursor:
         """The steps of these numbers, from a place on; returns where they have ended."""
         recipe, split = self._recipe, self._plan.batch
-        source = as_source(recipe.data())
+        source = training_data(recipe)
         copies = self._plan.data_degree
         batches = reference_batches(
             source,
@@ -175,8 +177,7 @@ class Replay:
         for step, shares in enumerate(batches, first):
             draws = draws or find_draws(recipe, self._replicas[0].model, shares)
             self._step(step, shares, draws)
-            begun = shares[0].start
-            end = replace(begun, position=begun.position + shares[0].samples)
+            end = shares[0].after
         return end
 
     # -- across a checkpoint ---------------------------------------------------------------------

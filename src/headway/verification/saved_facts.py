@@ -34,20 +34,6 @@ def facts_of(trained: TrainingState, cursor: Cursor) -> dict[str, Any]:
     }
 
 
-def cursor_behind(start: Cursor, samples: int, length: int, batch: int, *, drop: bool) -> Cursor:
-    """Where the next batch begins.
-
-    Args:
-        samples: Of the batch that begins at `start`.
-        length: Samples of an epoch.
-        drop: A batch of fewer than `batch` samples is left out.
-    """
-    place = start.position + samples
-    if length - place < (batch if drop else 1):
-        return Cursor(seed=start.seed, epoch=start.epoch + 1)
-    return Cursor(seed=start.seed, epoch=start.epoch, position=place)
-
-
 def numbers_of(facts: Mapping[str, Any]) -> dict[str, Tensor]:
     """Path -> number; what is no finite number is a part of its path."""
     found = {}

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from headway.data import Cursor, MicroBatch, RankBatch, as_source
+from headway.data import Cursor, MicroBatch, RankBatch
 from headway.errors import Diverged
 from headway.parallel.stages import ModelStages
 from headway.plans import BatchSplit
@@ -32,6 +32,11 @@ from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.recipe.batch_units import resolve_batch, stop_steps
 from headway.run.recipe.factory import load_recipe
 from headway.run.recipe.recipe import Recipe
+from headway.run.recipe.training_data import (
+    recipe_epoch_length,
+    training_data,
+    validation_data,
+)
 from headway.run.step.batch import resize_batch
 from headway.run.step.double_precision import double_precision
 from headway.run.step.forward_pass import to_float64
@@ -54,11 +59,12 @@ from headway.verification.recording import (
 from headway.verification.reference.batches import reference_batches
 from headway.verification.reference.draw_sites import check_sites, unchanged
 from headway.verification.reference.draws import begin_draws, initial_model
+from headway.verification.reference.epochs import ReferenceEpochs, reference_epochs
 from headway.verification.reference.monitor import SerialMonitor
 from headway.verification.reference.random_laws import check_orders, check_sample_draws
 from headway.verification.reference.recipes import batch_samples, check_amounts, check_seed
 from headway.verification.reference.sources import check_source
-from headway.verification.saved_facts import cursor_behind, facts_of, numbers_of
+from headway.verification.saved_facts import facts_of, numbers_of
 
 
 def record_serial(_: LaunchEnv, job: VerifyJob, target: Path, *, ranks: int | None = None) -> None:
@@ -87,15 +93,16 @@ def _record(
     recorder, initial = Recorder(trained), initial_values(trained.model)
     monitor = SerialMonitor(recipe, trained.scheduler)
     sites: RandomDraws | None = None
-    source = as_source(recipe.data())
+    source = training_data(recipe)
     check_source(source)
     check_orders(len(source), recipe.seed)
-    _check_recipe(recipe, job, len(source))
+    epochs = reference_epochs(recipe, source)
+    _check_recipe(recipe, job, epochs)
     steps = reference_batches(
         source,
         split,
         copies,
-        job.start(recipe, len(source)),
+        job.start(recipe, epochs.sizes),
         steps=job.count(recipe),
         drop_last=recipe.drop_last,
     )
@@ -116,11 +123,7 @@ def _record(
             trained.scheduler.step()
         numbers = trained.tensors_by_kind()
         if job.whole and step == job.steps:
-            after = cursor_behind(
-                batches[0].start, batches[0].samples, len(source), split.samples,
-                drop=recipe.drop_last,
-            )  # fmt: skip
-            numbers["facts"] = numbers_of(facts_of(trained, after) | monitor.facts())
+            numbers["facts"] = numbers_of(facts_of(trained, batches[0].after) | monitor.facts())
         recorder.take(step, loss, numbers, recorder.norm)
         if job.whole:
             first = batches[0]
@@ -136,11 +139,13 @@ def _record(
     replace(recorder.recording(), initial=initial).save(target)
 
 
-def _check_recipe(recipe: Recipe, job: VerifyJob, length: int) -> None:
+def _check_recipe(recipe: Recipe, job: VerifyJob, epochs: ReferenceEpochs) -> None:
     """What reference and run take from the recipe by the same code."""
-    batch = resolve_batch(recipe)
-    steps = stop_steps(recipe, length) if length >= batch else None
-    check_amounts(recipe, length, batch=batch, steps=steps)
+    batch, drawn = resolve_batch(recipe), epochs.drawn
+    steps: int | None = None
+    if drawn or len(epochs.source) >= batch:
+        steps = stop_steps(recipe, recipe_epoch_length(recipe, epochs.source))
+    check_amounts(recipe, epochs.sizes, batch=batch, steps=steps, drawn=drawn)
     check_seed(recipe, build_model)
     check_own_precision(load_recipe(job.recipe, job.overrides))
 
@@ -148,8 +153,7 @@ def _check_recipe(recipe: Recipe, job: VerifyJob, length: int) -> None:
 @torch.no_grad()
 def _validation(recipe: Recipe, model: nn.Module) -> dict[str, float]:
     """The mean loss and metrics over the validation data, in evaluation mode."""
-    assert recipe.validation is not None
-    source = as_source(recipe.validation())
+    source = validation_data(recipe)
     check_source(source)
     samples = min(len(source), recipe.validation_samples or len(source))
     batch = min(samples, batch_samples(recipe))
@@ -160,7 +164,7 @@ def _validation(recipe: Recipe, model: nn.Module) -> dict[str, float]:
         BatchSplit(samples=batch),
         1,
         Cursor(seed=recipe.seed),
-        steps=-(-samples // batch),
+        steps=None,
         drop_last=False,
         in_order=samples,
     ):

@@ -304,6 +304,12 @@ def as_scheduler(value: Any) -> Callable[[Optimizer], LRScheduler]:
     return cast("Callable[[Optimizer], LRScheduler]", value)
 
 
+def as_collate(value: Any) -> Callable[[list[Any]], Any]:
+    """A function that makes a batch of a list of samples."""
+    _check_call("collate", value, 1)
+    return cast("Callable[[list[Any]], Any]", value)
+
+
 def as_showcase(value: Any) -> Callable[[nn.Module], str]:
     """A function of the trained model."""
     _check_call("showcase", value, 1)
@@ -340,6 +346,7 @@ _FORMS: Mapping[str, Callable[[Any], Any]] = {
     "optimizer": as_optimizer,
     "validation": functools.partial(as_data, field="validation"),
     "scheduler": as_scheduler,
+    "collate": as_collate,
     "showcase": as_showcase,
     "metrics": as_metrics,
     "weights": as_weights,
@@ -347,7 +354,7 @@ _FORMS: Mapping[str, Callable[[Any], Any]] = {
     "loggers": functools.partial(as_several, field="loggers"),
     "callbacks": functools.partial(as_several, field="callbacks"),
 }
-_OPTIONAL = ("validation", "scheduler", "showcase", "metrics", "weights", *TABLES)
+_OPTIONAL = ("validation", "scheduler", "collate", "showcase", "metrics", "weights", *TABLES)
 _EXAMPLES = {
     "model": "lambda: Net(width=64)",
     "data": "lambda: MyDataset('train')",
@@ -355,6 +362,7 @@ _EXAMPLES = {
     "loss": "torch.nn.CrossEntropyLoss()",
     "optimizer": "lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)",
     "scheduler": "lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)",
+    "collate": "torch.utils.data.default_collate",
     "showcase": "lambda model: f'{sum(p.numel() for p in model.parameters())} numbers'",
     "metrics": "lambda model, batch: {'accuracy': ...}",
     "weights_only": '("encoder.*",)',
@@ -366,6 +374,7 @@ _CALLED_WITH = {
     "loss": ("model", "batch"),
     "optimizer": ("model",),
     "scheduler": ("optimizer",),
+    "collate": ("samples",),
     "showcase": ("model",),
 }
 _TARGETS = ("target", "targets", "label", "labels", "y_true", "y")

@@ -38,6 +38,7 @@ from headway.run.recipe.schema import (
     reference_recipe,
     scalars_of,
 )
+from headway.run.recipe.training_data import with_loader_batch
 from headway.run.recipe.user_code import (
     UserCall,
     call_user_function,
@@ -76,6 +77,7 @@ def load_recipe(reference: str | Recipe, overrides: Sequence[str] = ()) -> Recip
                 # Imported where it can be found: the model is cut when these folders are gone.
                 where = checked.where("pipeline.by_hand")
                 _Parts(checked).function(recipe.pipeline.by_hand, where)
+    recipe = with_loader_batch(recipe)
     samples = resolve_batch(recipe)
     if recipe.scale_rate is None:
         return recipe
@@ -173,6 +175,7 @@ def _from_tables(document: RecipeDocument, checked: CheckedRecipe) -> Recipe:
         validation=parts.data("validation", document.validation) if document.validation else None,
         metrics=parts.call("metrics", document.metrics, 2) if document.metrics else None,
         scheduler=parts.scheduler(document.scheduler) if document.scheduler else None,
+        collate=parts.call("collate", document.collate, 1) if document.collate else None,
         showcase=parts.call("showcase", document.showcase, 1) if document.showcase else None,
         **_scalars(document),
     )

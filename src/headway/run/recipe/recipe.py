@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from headway.data.source import Source
 from headway.errors import RecipeError
@@ -37,7 +37,7 @@ As a `Loss`, for any number of values: {"accuracy": (right.sum(), right.numel())
 and counts over all validation samples of all ranks, and divides once.
 """
 
-Examples = Source | Dataset[Any]
+Examples = Source | Dataset[Any] | DataLoader[Any]
 
 
 @checks_fields(accept_fields, RecipeError)
@@ -55,13 +55,16 @@ class Recipe:
             safetensors file, a torch file, or a directory of `save_pretrained`.
         weights_only: Patterns such as "encoder.*": only these tensors are read. Empty: all of the
             model, and nothing else may be in the file.
-        data: Builds the training data: a `Source` or any map-style torch `Dataset`; or the data.
+        data: Builds the training data: a `Source`, any map-style torch `Dataset`, or a torch
+            `DataLoader`, which is taken apart; or the data.
         loss: See `Loss`; or a torch criterion, as with `criterion`; or "tokens", the model's
             own over labels that are not ignored (`headway.huggingface`).
         optimizer: Builds the optimiser from the model; or an optimiser class or a partial of one.
         batch: The global batch of one optimiser step: "64 samples", "8192 tokens", or a number of
-            samples.
+            samples; of a DataLoader its own, which need not be said again.
         stop: When the run is complete: "300 steps", "2 epochs", "1M samples".
+        collate: Makes a batch of a list of samples (padding, dicts); None: torch's
+            `default_collate`. Every micro-batch is made of its own samples.
         microbatch: Most samples in one forward pass of one rank; more are accumulated.
         validate_every: Steps between validations; 0: only at the end.
         validation_samples: Most samples of one validation; None: all of them.
@@ -105,10 +108,11 @@ class Recipe:
     data: Callable[[], Examples]
     loss: Loss
     optimizer: Callable[[Any], Optimizer]
-    batch: int | str
+    batch: int | str | None = None
     stop: int | str
     weights: str | Path | None = None
     weights_only: tuple[str, ...] = ()
+    collate: Callable[[list[Any]], Any] | None = None
     microbatch: int | None = None
     validation: Callable[[], Examples] | None = None
     validate_every: int = 0

@@ -274,6 +274,7 @@ class RecipeDocument(Scalars):
     validation: DataCall | None = None
     metrics: CallTable | None = None
     scheduler: CallTable | None = None
+    collate: CallTable | None = None
     showcase: CallTable | None = None
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from headway.channel.facts import gather_facts
 from headway.channel.gloo_listeners import drop_later_connections
 from headway.collective.collective_calls import CallListener
 from headway.data import (
@@ -30,8 +31,8 @@ from headway.data import (
     SlabSource,
     SlabStore,
     Source,
-    as_source,
 )
+from headway.data.examples import as_examples
 from headway.errors import DataError
 from headway.parallel.spatial.spatial_context import SpatialContext
 from headway.parallel.split_tensor import SpatialAxis
@@ -40,6 +41,7 @@ from headway.plans.layer_split import SPACE
 from headway.plans.plan import SHARD_AXIS
 from headway.run.distributed.device_mesh import refined_mesh
 from headway.run.recipe.recipe import Loss, Recipe
+from headway.run.recipe.training_data import training_data
 from headway.run.step.memory import share_of_memory
 from headway.units import counted
 
@@ -115,7 +117,7 @@ def rank_source(examples: Any, plan: Plan, rank: int) -> Source:
     Raises:
         DataError: It is no data set, or its samples cannot be cut so.
     """
-    source = as_source(examples)
+    source = as_examples(examples)
     if not (isinstance(source, SlabSource) and plan.split.spatial):
         return source
     return source.parted(SlabCut(plan.split.spatial, plan.mesh.coordinate(rank).get(SPACE, 0)))
@@ -146,7 +148,29 @@ def rank_loader(
             **options,
         )
     rank, ranks = plan.data_rank(world.rank), plan.data_degree
-    return Loader(source, plan.batch, rank=rank, ranks=ranks, **options)
+    agree = None if alone else partial(_agree, world)
+    return Loader(source, plan.batch, rank=rank, ranks=ranks, agree=agree, **options)
+
+
+def _agree(world: World, what: str, fact: Any) -> None:
+    """Compare a fact with those of the other ranks; collective.
+
+    Raises:
+        DataError: They differ; on all ranks.
+    """
+    if world.ranks == 1:
+        return
+    with world.explained(f"comparing the {what}"):
+        found = gather_facts(fact)
+    other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
+    if other is not None:
+        raise DataError(
+            f"ranks 0 and {other} do not have the same {what}",
+            why="It must follow from the seed alone: from a generator of its own, or from the "
+            "global ones of torch, numpy and random; not from the rank, the time or the process.",
+            fix="Take the splitting over ranks out of the data (DistributedSampler, "
+            "split_dataset_by_node, a rank asked for in __iter__): headway does it.",
+        )
 
 
 def _ranks_of_the_part(plan: Plan, world: World) -> dist.ProcessGroup:
@@ -170,7 +194,7 @@ def _ranks_of_the_part(plan: Plan, world: World) -> dist.ProcessGroup:
 def example_batch(recipe: Recipe, samples: int) -> Any:
     """The first samples of a recipe's data as one micro-batch, as its loss takes them."""
     with Loader(
-        as_source(recipe.data()),
+        training_data(recipe),
         BatchSplit(samples=samples),
         rank=0,
         ranks=1,

@@ -22,7 +22,7 @@ import torch
 
 from headway.checkpoint.save_plan import Holdings
 from headway.checkpoint.store import CheckpointStore
-from headway.data import CachedSource, Cursor, RankBatch, as_source
+from headway.data import CachedSource, Cursor, RankBatch
 from headway.errors import (
     CheckpointError,
     CheckpointMismatch,
@@ -37,6 +37,11 @@ from headway.run.distributed.world import World, translate_exception
 from headway.run.executor import Executor, check_metrics
 from headway.run.recipe.batch_units import stop_steps
 from headway.run.recipe.factory import load_recipe
+from headway.run.recipe.training_data import (
+    recipe_epoch_length,
+    training_data,
+    validation_data,
+)
 from headway.run.recipe.user_code import describe_recipe, importable_folders, user_frame
 from headway.run.step.batch import NO_SHOWCASE, first_readers, reads_sample_parts
 from headway.run.step.forward_pass import to_float64
@@ -108,7 +113,7 @@ class Training:
         self._build()
         self._cut()
         cursor = self._restore()
-        total = stop_steps(self._recipe, len(self._data))
+        total = stop_steps(self._recipe, recipe_epoch_length(self._recipe, self._data))
         self._announce(total)
         self._view = RunView(self.executor, self._directory.path, total)
         loader = self.executor.loader(
@@ -168,7 +173,7 @@ class Training:
             check_metrics(self._plan)
         # Now: the strategy may change its groups.
         self._options = describe_options(optimizer)
-        self._data = as_source(recipe.data())
+        self._data = training_data(recipe)
         self.trained = TrainingState(model, optimizer, scheduler)
         self.executor = Executor(
             model,
@@ -385,7 +390,7 @@ class Training:
             return
         start = perf_counter()
         self._world.doing("the validation after step %d", run.steps_done)
-        data, most = recipe.validation(), recipe.validation_samples
+        data, most = validation_data(recipe), recipe.validation_samples
         with run.validation_loader(data, limit=most) as loader:
             self._values, seen = run.validation(loader, recipe.metrics)
         self._journal.event(

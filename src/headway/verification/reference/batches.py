@@ -7,8 +7,9 @@ together are the global batch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from headway.data.order import sample_seeds
 from headway.errors import NotEqual
 from headway.plans import BatchSplit
 from headway.verification.reference.draws import seeds_of_samples, shuffled
+from headway.verification.reference.epochs import ReferenceEpochs
 from headway.verification.reference.sources import read_batch
 
 
@@ -27,30 +29,32 @@ def reference_batches(
     copies: int,
     start: Cursor,
     *,
-    steps: int,
+    steps: int | None,
     drop_last: bool,
     in_order: int | None = None,
 ) -> Iterator[tuple[RankBatch, ...]]:
     """The batches of every copy, for so many steps from `start` on.
 
     Args:
+        steps: None: until the end of the epoch.
         in_order: Of an epoch only so many samples, as they lie; None: all, in the epoch's order.
 
     Raises:
         NotEqual: An epoch does not visit every sample once, or the copies' shares do not make up
             the global batch.
     """
-    length, epoch, place = in_order or len(source), start.epoch, start.position
+    epochs = ReferenceEpochs(source, start.seed, split.samples, drop_last)
     orders: dict[int, Sequence[int]] = {}
-    for _ in range(steps):
-        rest = length - place
-        if rest <= 0 or (drop_last and rest < split.samples):
-            epoch, place = epoch + 1, 0
-        count = min(split.samples, length - place)
+    at = start
+    for _ in itertools.count() if steps is None else range(steps):
+        epoch, place = at.epoch, at.position
         if epoch not in orders:
-            orders = {epoch: range(length) if in_order else epoch_order(length, start.seed, epoch)}
-        order = orders[epoch]
-        at = Cursor(seed=start.seed, epoch=epoch, position=place)
+            orders = {epoch: _order(epochs, epoch, ordered=in_order is not None)}
+        order = orders[epoch][:in_order]
+        count = min(_count(epochs, at), len(order) - place)
+        if steps is None and (epoch > start.epoch or count <= 0):
+            return
+        after = epochs.behind(at)
         yield tuple(
             RankBatch(
                 micros=tuple(
@@ -59,12 +63,28 @@ def reference_batches(
                 ),
                 samples=count,
                 start=at,
-                after=at,
+                after=after,
                 passes=len(parts),
             )
             for parts in _shares(split, copies, count, place)
         )
-        place += count
+        at = after
+
+
+def _count(epochs: ReferenceEpochs, at: Cursor) -> int:
+    """Samples of the batch that begins at a cursor."""
+    ends = [*accumulate(epochs.sizes(at.epoch))]
+    return next(end for end in ends if end > at.position) - at.position
+
+
+def _order(epochs: ReferenceEpochs, epoch: int, *, ordered: bool) -> Sequence[int]:
+    """Which sample stands at each place of an epoch."""
+    if epochs.drawn:
+        return epochs.samples(epoch)
+    length = len(epochs.source)
+    if ordered or not epochs.shuffled:
+        return range(length)
+    return epoch_order(length, epochs.seed, epoch)
 
 
 MANY = 16

@@ -100,6 +100,11 @@ def seeds_of_samples(seed: int, epoch: int, places: range) -> list[int]:
     return found
 
 
+def sampler_seed(seed: int, epoch: int) -> int:
+    """What the draws of a user's sampler in an epoch are seeded with."""
+    return int(_hashed(f"sampler {seed} {epoch}", 1)[0])
+
+
 def _hashed(text: str, count: int) -> Words:
     digest = hashlib.shake_128(text.encode()).digest(8 * count)
     words = [int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(count)]

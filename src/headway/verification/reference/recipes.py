@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
@@ -25,24 +25,29 @@ PREFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, 
 
 def batch_samples(recipe: Recipe) -> int:
     """Samples of the global batch."""
-    count, unit = _amount(recipe.batch, "samples")
+    count, unit = _amount(recipe.batch or 0, "samples")
     return count // (recipe.tokens_per_sample or 1) if unit == "token" else count
 
 
-def stop_steps(recipe: Recipe, length: int) -> int:
-    """Optimiser steps until the recipe's end, counted batch by batch."""
+def stop_steps(recipe: Recipe, sizes: Callable[[int], Sequence[int]], *, drawn: bool) -> int:
+    """Optimiser steps until the recipe's end, counted batch by batch.
+
+    Args:
+        sizes: Samples of each batch of an epoch.
+        drawn: Epochs may differ.
+    """
     count, unit = _amount(recipe.stop, "steps")
-    batch = batch_samples(recipe)
-    epoch = [batch] * (length // batch)
-    if length % batch and not recipe.drop_last:
-        epoch.append(length % batch)
-    if unit == "step" or not epoch:
+    epoch = list(sizes(0)) if unit != "step" else []
+    if not epoch:
         return count
     if unit == "epoch":
-        return count * len(epoch)
+        return sum(len(sizes(number)) for number in range(count)) if drawn else count * len(epoch)
     samples = -(-count // (recipe.tokens_per_sample or 1)) if unit == "token" else count
-    epochs, rest = divmod(samples, sum(epoch))
+    epochs, rest = (0, samples) if drawn else divmod(samples, sum(epoch))
     steps = epochs * len(epoch)
+    while drawn and rest > sum(epoch):
+        rest, steps, epochs = rest - sum(epoch), steps + len(epoch), epochs + 1
+        epoch = list(sizes(epochs))
     for part in epoch:
         if rest <= 0:
             break
@@ -58,11 +63,18 @@ def _amount(value: int | str, unit: str) -> tuple[int, str]:
     return int(Decimal(number) * PREFIXES[prefix]), (word or unit).removesuffix("s")
 
 
-def check_amounts(recipe: Recipe, length: int, *, batch: int, steps: int | None) -> None:
+def check_amounts(
+    recipe: Recipe,
+    sizes: Callable[[int], Sequence[int]],
+    *,
+    batch: int,
+    steps: int | None,
+    drawn: bool = False,
+) -> None:
     """Compare batch and end of a run with what the recipe says.
 
     Args:
-        length: Samples of the data.
+        sizes, drawn: See `stop_steps`.
         steps: None: the data do not fill a batch.
 
     Raises:
@@ -70,10 +82,9 @@ def check_amounts(recipe: Recipe, length: int, *, batch: int, steps: int | None)
     """
     if batch != batch_samples(recipe):
         raise NotEqual(f"the batch has {batch} samples; {recipe.batch} are {batch_samples(recipe)}")
-    if steps is not None and steps != stop_steps(recipe, length):
-        raise NotEqual(
-            f"the run ends after {steps} steps; {recipe.stop} are {stop_steps(recipe, length)}"
-        )
+    wanted = None if steps is None else stop_steps(recipe, sizes, drawn=drawn)
+    if steps != wanted:
+        raise NotEqual(f"the run ends after {steps} steps; {recipe.stop} are {wanted}")
 
 
 def check_plan(recipe: Recipe, plan: Plan) -> None:

@@ -18,12 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.data import default_collate
 
 from headway.data import (
     ArraySource,
     CachedSource,
     DatasetSource,
     Hdf5Slabs,
+    LoaderSource,
     MemmapSource,
     NpySlabs,
     SeededSource,
@@ -41,16 +43,35 @@ def read_batch(source: Source, indices: Sequence[int], seeds: Sequence[int]) -> 
     Args:
         seeds: Of each sample, for what is drawn in it.
     """
+    below, collate = _data_set(source)
+    if below is not None and collate is not default_collate:
+        # Its own collate function sees a batch as a whole: padding, lists, packed sequences.
+        joined: Any = collate(
+            [_drawn(below, i, seed) for i, seed in zip(indices, seeds, strict=True)]
+        )
+        return joined
     singles = [_read_alone(source, i, seed) for i, seed in zip(indices, seeds, strict=True)]
     joined = _joined(singles)
     if joined is not None:
         return joined
-    # A data set that joins its samples by itself (padding, say) has no samples of its own shape.
-    if type(source) is DatasetSource:
-        return source.collate(
-            [_drawn(source.dataset, i, seed) for i, seed in zip(indices, seeds, strict=True)]
+    if below is not None:  # samples of several shapes, or no tensors
+        return default_collate(
+            [_drawn(below, i, seed) for i, seed in zip(indices, seeds, strict=True)]
         )
     return _given(source, indices, seeds)
+
+
+def _data_set(source: Source) -> tuple[Any, Any]:
+    """The data set below a source, and what joins its samples; None: there is none."""
+    if type(source) is LoaderSource:
+        loader = source.loader
+        samples = source.samples
+        if isinstance(samples, DatasetSource):
+            return loader.dataset, samples.collate
+        return loader.dataset, loader.collate_fn
+    if type(source) is DatasetSource:
+        return source.dataset, source.collate
+    return None, None
 
 
 def check_source(source: Source) -> None:
@@ -65,7 +86,8 @@ def check_source(source: Source) -> None:
     if kind not in _READERS:
         return
     count = _count(source)
-    if len(source) != count:
+    # Of a loader a sampler says how many there are in an epoch.
+    if len(source) != count and kind is not LoaderSource:
         raise NotEqual(
             f"the {kind.__name__} has {len(source)} samples in place of the {count} below it"
         )
@@ -98,6 +120,13 @@ def _read_alone(source: Any, index: int, seed: int) -> Any:
 
 def _of_data_set(source: DatasetSource, index: int, seed: int) -> Any:
     return source.collate([_drawn(source.dataset, index, seed)])
+
+
+def _of_loader(source: LoaderSource, index: int, seed: int) -> Any:
+    dataset = source.loader.dataset
+    if isinstance(dataset, Source):
+        return _read_alone(dataset, index, seed)
+    return default_collate([_drawn(dataset, index, seed)])
 
 
 def _of_tensors(source: TensorSource, index: int, _: int) -> Any:
@@ -165,6 +194,7 @@ _READERS: dict[type, Callable[[Any, int, int], Any]] = {
     ArraySource: _of_arrays,
     SlabSource: _of_slabs,
     CachedSource: _of_cache,
+    LoaderSource: _of_loader,
 }
 
 
@@ -175,6 +205,8 @@ def _count(source: Any) -> int:
             return _count(source.source) if type(source.source) in _READERS else len(source.source)
         case DatasetSource():
             return len(source.dataset)
+        case LoaderSource():
+            return len(source.loader.dataset)  # type: ignore[arg-type]
         case TensorSource():
             return int(source.tensors[0].shape[0])
         case MemmapSource():

@@ -1,0 +1,71 @@
+"""ranks: runs that read a torch DataLoader equal the serial run, which reads in its own way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headway.data.sampler_order import SamplerOrder
+from headway.errors import DataError
+from headway.run.distributed.launch_env import LaunchEnv
+from headway.run.distributed.world import World
+from headway.verification.compare import compare
+from headway.verification.distributed_run import record_in_world
+from headway.verification.recording import Recording, VerifyJob
+from headway.verification.serial_run import record_serial
+from support.ranks import run_ranks
+
+NAMES = ["shuffled", "in_order", "seeded", "with_replacement"]
+
+
+def job_of(name: str) -> VerifyJob:
+    return VerifyJob(recipe=f"support.loader_recipes:{name}")
+
+
+def verdicts(tmp_path, names, reverse=False):
+    run_ranks(2, keeping, names, str(tmp_path), reverse)
+    for name in names:
+        record_serial(LaunchEnv(), job_of(name), tmp_path / f"{name}.serial")
+        serial, parallel = (Recording.load(tmp_path / f"{name}.{e}") for e in ("serial", "split"))
+        yield name, compare(serial, parallel)
+
+
+def keeping(world: Any, names: list[str], folder: str, reverse: bool) -> None:
+    if reverse:
+        drawn = SamplerOrder._pass
+
+        def reversed_pass(order: SamplerOrder, epoch: int) -> Any:
+            places, ends = drawn(order, epoch)
+            return places[::-1].copy(), ends
+
+        SamplerOrder._pass = reversed_pass  # type: ignore[method-assign]
+    for name in names:
+        record_in_world(World.adopt(), job_of(name), world.directory / name)
+        if world.rank == 0:
+            (world.directory / name).rename(f"{folder}/{name}.split")
+
+
+@pytest.mark.parametrize(
+    "names", [["by_length", "collated", "weighted"], pytest.param(NAMES, marks=pytest.mark.slow)]
+)
+def test_every_kind_of_loader_is_equal(tmp_path, names):
+    for name, comparison in verdicts(tmp_path, names):
+        assert comparison.equal, f"{name}: {comparison.first}"
+
+
+@pytest.mark.slow
+def test_a_run_that_orders_its_samples_otherwise_is_not(tmp_path):
+    for name, comparison in verdicts(tmp_path, ["weighted", "by_length"], reverse=True):
+        assert not comparison.equal, name
+
+
+def unequal(world: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        record_in_world(World.adopt(), job_of("unseeded"), world.directory / "none")
+    return str(caught.value)
+
+
+def test_ranks_that_draw_another_order_are_named():
+    for said in run_ranks(2, unequal):
+        assert "ranks 0 and 1 do not have the same order of FromTheClock" in said
