@@ -350,6 +350,15 @@ def normalised() -> Recipe:
     )
 
 
+def normalised_globally() -> Recipe:
+    # A bias in front of a normalisation has a gradient of rounding alone, which Adam would enlarge.
+    return replace(
+        normalised(),
+        norm="global",
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    )
+
+
 def late(*, words: bool = False) -> Recipe:
     """For schedules without a flush: nothing is clipped, and no layer is in two stages.
 

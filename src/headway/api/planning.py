@@ -128,6 +128,10 @@ class PlanningResult:
             return ", ".join(problems)
         if refusal := self._component_refusal(degrees.devices):
             return refusal
+        if self.model is not None and self.model.norm == "global":
+            normed = replace(plan, batch=replace(plan.batch, norm="global"))
+            if refusal := _refusal(normed.check):
+                return refusal
         unknown = []
         if degrees.tensor > 1:
             unknown.append("the executor's own split")

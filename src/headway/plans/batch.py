@@ -13,9 +13,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from typing import Literal
 
 from headway.documents import document
 from headway.errors import PlanError
+
+Norm = Literal["local", "global"]
 
 
 @document
@@ -26,12 +29,15 @@ class BatchSplit:
         microbatch: Most samples that a rank passes through the model at once; None: its share.
         parts: In place of it: the number of micro-batches of a share, as long as there are samples.
         shares: Samples of each rank of the data axis, for unequal devices; empty: even.
+        norm: Over which samples batch normalisation takes its statistics: "local", those of a
+            micro-batch of a rank; "global", those of the global batch, as the serial run.
     """
 
     samples: int
     microbatch: int | None = None
     parts: int | None = None
     shares: tuple[int, ...] = ()
+    norm: Norm = "local"
 
     def share(self, rank: int, ranks: int, samples: int | None = None) -> range:
         """The samples of `rank`, as positions in the global batch.

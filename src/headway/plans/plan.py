@@ -18,14 +18,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from headway.cluster.cluster import MAX_RANKS
 from headway.collective.all_reduce.algorithm import AllReduceOptions
 from headway.documents import document, read_document, to_type
 from headway.errors import DocumentError, PlanError
 from headway.keywords import checks_keywords
-from headway.plans.batch import BatchSplit, whole_shares
+from headway.plans.batch import BatchSplit, Norm, whole_shares
 from headway.plans.exchange import AllReduceName, ExchangePlan
 from headway.plans.layer_split import SPACE, TENSOR, LayerSplit
 from headway.plans.mesh import Axis, Mesh
@@ -213,6 +213,8 @@ class Plan:
         # A prediction is no part of the decision: the same plan has others on other clusters.
         decision = self.to_dict()
         del decision["prediction"]
+        if self.batch.norm == "local":  # plans without it keep the name that they had
+            del cast("dict[str, object]", decision["batch"])["norm"]
         canonical = json.dumps(decision, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
@@ -285,6 +287,7 @@ def _illegal_values(plan: Plan) -> list[str]:
     found.extend(plan.batch.problems(plan.data_degree))
     if plan.batch.microbatch is not None and plan.batch.microbatch < 1:
         found.append(f"batch.microbatch is {plan.batch.microbatch}; at least 1, or leave it out")
+    found.extend(_norm_problems(plan))
     found.extend(plan.exchange.problems(plan.ranks))
     found.extend(_layout_problems(plan))
     found.extend(plan.split.problems(plan.mesh, plan.exchange))
@@ -293,6 +296,25 @@ def _illegal_values(plan: Plan) -> list[str]:
     if not found and plan.pipe_degree > 1:
         found.extend(_pipeline_problems(plan))
     return found
+
+
+def _norm_problems(plan: Plan) -> Iterator[str]:
+    """What stands against statistics over the global batch."""
+    if plan.batch.norm != "global":
+        return
+    rest = 'or set norm = "local"'
+    if plan.pipe_degree > 1:
+        yield (
+            'batch.norm "global" with a pipeline: a micro-batch is normalised before the next one '
+            f"is known; leave out stages, {rest}"
+        )
+    elif plan.batch.microbatch and plan.batch.passes(plan.data_degree) > 1:
+        yield (
+            f'batch.norm "global" with micro-batches of {plan.batch.microbatch} samples: one is '
+            f"normalised before the next one is known; leave out microbatch, {rest}"
+        )
+    if plan.group_degree > 1:
+        yield f'batch.norm "global" with split layers or samples; leave out split, {rest}'
 
 
 def _pipeline_problems(plan: Plan) -> list[str]:
@@ -334,6 +356,7 @@ def data_parallel(
     zero: Zero = 0,
     shards: int | None = None,
     split: LayerSplit | None = None,
+    norm: Norm = "local",
 ) -> Plan:
     """The plan in which every rank computes its share of each batch with the whole model.
 
@@ -360,6 +383,7 @@ def data_parallel(
         zero=zero,
         shards=shards,
         split=split,
+        norm=norm,
     )
 
 
@@ -393,6 +417,7 @@ def pipelined(
     zero: Zero = 0,
     shards: int | None = None,
     split: LayerSplit | None = None,
+    norm: Norm = "local",
 ) -> Plan:
     """The plan in which the model is cut into stages, and further ranks are copies of the pipeline.
 
@@ -428,6 +453,7 @@ def pipelined(
             microbatch=microbatch if stages == 1 else None,  # else in the number of parts
             parts=parts,
             shares=whole,
+            norm=norm,
         ),
         split=layers,
         pipeline=pipe,

@@ -33,9 +33,11 @@ from headway.data import Cursor, Loader, LoaderSource, MicroBatch, RankBatch
 from headway.data.examples import check_batch
 from headway.errors import CheckpointMismatch, PlanError, UsageError
 from headway.keywords import checks_keywords, users_line
+from headway.parallel.global_norm import GlobalNorm
 from headway.plans import BatchSplit, Plan
 from headway.plans.plan import check_device
 from headway.run.distributed import replica_sync
+from headway.run.distributed.process_groups import global_norm
 from headway.run.distributed.world import World
 from headway.run.pipeline.step import check_last_batch
 from headway.run.recipe.accepted_forms import with_article
@@ -101,7 +103,8 @@ class Instruction:
             the sums of the gradients of each stage's copies.
         forward: the loss of micro-batch `microbatch`.
         idle: a forward pass that counts nothing, in place of a micro-batch that this rank lacks
-            and another one has: sharded state is gathered by all ranks together.
+            and another one has: sharded state is gathered, and global statistics are taken, by all
+            ranks together.
         tally: start to sum loss, count and votes over all ranks.
         arm: send gradients as soon as the next backward pass has made them.
         backward: the gradients of micro-batch `microbatch`, added to those before.
@@ -147,7 +150,8 @@ def compile_step(
         ending: list[Kind] = ["scale", *limit, "update"] if plan.flushes else ["settle"]
         kinds: list[Kind] = ["clear", "pipeline", "tally", *ending]
         return StepProgram(tuple(map(Instruction, kinds)))
-    most = max(passes or 0, num_microbatches) if plan.memory.zero else num_microbatches
+    together = plan.memory.zero > 0 or plan.batch.norm == "global"
+    most = max(passes or 0, num_microbatches) if together else num_microbatches
     own = [_microbatch(number, idle=number >= num_microbatches) for number in range(most)]
     exchange = plan.exchange
     together = plan.ranks > 1
@@ -266,6 +270,7 @@ class Executor:
         # While the model is whole: under ZeRO `make_strategy` shards it.
         if self.world.ranks > 1:
             replica_sync.sync_initial_state(self.model, self.world)
+        self._norm: GlobalNorm | None = global_norm(self.plan, self.world)
         self._spare = PaddingBatch(self.plan)
         self._check_loss: Callable[[RankBatch], None] | None = self._loss_check(loss)
         self.strategy = make_strategy(
@@ -659,8 +664,19 @@ class Executor:
     def _call(self, instruction: Instruction) -> tuple[Tensor, Tensor | float]:
         """The loss of an instruction's micro-batch, as a sum and what it is a sum over."""
         micro = self._micro(instruction)
-        with self.strategy.context.exchanging(), self._randomness(micro, drawing=True):
+        with (
+            self.strategy.context.exchanging(),
+            self._randomness(micro, drawing=True),
+            self._normalising(instruction),
+        ):
             return self._sum_and_count(micro)
+
+    def _normalising(self, instruction: Instruction) -> AbstractContextManager[None]:
+        """The context of a pass whose batch normalisation has the statistics of all ranks."""
+        assert self._batch is not None
+        if self._norm is None:
+            return nullcontext()
+        return self._norm.over(counted=(instruction.microbatch or 0) < len(self._batch.micros))
 
     def _tally(self, _: Instruction) -> None:
         self.strategy.tally(self._shares, self._counts, vote=self.wants_stop)
@@ -671,6 +687,7 @@ class Executor:
         with (
             self.strategy.context.exchanging(),
             self._randomness(self._micro(instruction), drawing=recomputes),
+            self._normalising(instruction),  # of what backward computes again
         ):
             loss.backward()
 

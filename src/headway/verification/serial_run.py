@@ -206,6 +206,8 @@ def _shares(recipe: Recipe, job: VerifyJob, ranks: int | None) -> tuple[BatchSpl
     if ranks is None:
         return BatchSplit(samples=batch_samples(recipe)), 1
     plan = recipe_plan(recipe, job.plan, ranks)
+    if plan.batch.norm == "global":  # normalised in one piece
+        return BatchSplit(samples=batch_samples(recipe)), 1
     return plan.batch, plan.data_degree
 
 

@@ -312,9 +312,15 @@ def matmul(input: Any, other: Any) -> Any:  # noqa: A002 - torch's name
 # Normalisation.
 
 
-def _statistics(x: Tensor, axes: Sequence[SpatialAxis]) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, sum of squared deviations and count of each channel (dimension 1), of all ranks."""
-    count = x.numel() // max(x.shape[1], 1)
+def _statistics(
+    x: Tensor, axes: Sequence[SpatialAxis], counted: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, sum of squared deviations and count of each channel (dimension 1), of all ranks.
+
+    Args:
+        counted: Whether this rank's part is among them.
+    """
+    count = x.numel() // max(x.shape[1], 1) if counted else 0
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     if count:  # torch.var_mean is three times as slow on a CPU
         mean, variance = torch.ops.aten.batch_norm_update_stats(x, None, None, 0.0)
@@ -354,14 +360,15 @@ class _Normalise(Function):
         bias: Tensor | None,
         axes: Sequence[SpatialAxis],
         eps: float,
+        counted: bool,
     ) -> Any:
-        mean, squares, count = _statistics(x, axes)
+        mean, squares, count = _statistics(x, axes, counted)
         variance = squares / count
         x = x.contiguous()
         out = x.clone()
         if x.numel():
             out = F.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
-        ctx.axes, ctx.eps = axes, eps
+        ctx.axes, ctx.eps, ctx.counted = axes, eps, counted
         ctx.save_for_backward(x, weight, mean, variance, count)
         ctx.mark_non_differentiable(mean, variance, count)
         return out, mean, variance, count
@@ -382,7 +389,7 @@ class _Normalise(Function):
         for axis in ctx.axes:
             sums = ordered_all_reduce(sums, axis)
         # The kernel has taken mean and variance as constants: what flows through them is added.
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0] and ctx.counted:
             # dx = weight scale (dy - mean(dy) - normed mean(dy normed)): Ioffe and Szegedy 2015,
             # section 3.
             scale = torch.rsqrt(variance + ctx.eps)
@@ -392,13 +399,39 @@ class _Normalise(Function):
             dx.addcmul_(x, slope.to(x.dtype).view(shape))
             dx.sub_((common * sums[1] + slope * mean).to(x.dtype).view(shape))
         given = ctx.needs_input_grad
-        return dx, dweight if given[1] else None, dbias if given[2] else None, None, None
+        return dx, dweight if given[1] else None, dbias if given[2] else None, None, None, None
 
 
 def _normalised(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, axes: Sequence[SpatialAxis], eps: float
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    axes: Sequence[SpatialAxis],
+    eps: float,
+    counted: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _Normalise.apply(x, weight, bias, tuple(axes), eps)  # type: ignore[no-untyped-call,no-any-return]
+    return _Normalise.apply(x, weight, bias, tuple(axes), eps, counted)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def batch_norm_over(
+    axis: SpatialAxis,
+    counted: bool,
+    x: Tensor,
+    running: Sequence[Tensor | None],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """F.batch_norm in training, with the statistics of the samples of all ranks of an axis.
+
+    Args:
+        axis: Ranks with samples of their own; all must come here, in the same order.
+        counted: Whether this rank's samples are among them; else they change nothing.
+    """
+    out, mean, variance, count = _normalised(x, weight, bias, (axis,), eps, counted)
+    _update(running, mean, variance, count, momentum)
+    return out
 
 
 @torch.no_grad()

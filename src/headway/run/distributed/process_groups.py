@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headway.channel.facts import gather_facts
+from headway.channel.gloo_listeners import drop_later_connections
 from headway.collective.nodes import Nodes
 from headway.comm.lanes.all_reduce_program import all_reduce_program_chooser
 from headway.comm.lanes.routes import RoutePool
 from headway.comm.traffic_shaper import TrafficShaper
+from headway.parallel.global_norm import GlobalNorm
 from headway.plans import Plan
 
 if TYPE_CHECKING:
@@ -35,6 +37,16 @@ def exchange_routes(plan: Plan, world: World) -> RoutePool:
     return RoutePool(
         find_nodes(world), pace, among, all_reduce_program_chooser(plan.exchange), timeout
     )
+
+
+def global_norm(plan: Plan, world: World) -> GlobalNorm | None:
+    """Normalisation over all ranks, where the plan wants it; collective."""
+    if plan.batch.norm == "local" or world.ranks == 1:
+        return None
+    # A group of its own: gradients are summed on the others while backward is under way.
+    with world.explained("making the group that normalises batches"), drop_later_connections():
+        group: dist.ProcessGroup = dist.new_group(list(range(world.ranks)))
+    return GlobalNorm(group)
 
 
 def find_nodes(world: World) -> Nodes:

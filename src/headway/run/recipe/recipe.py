@@ -20,6 +20,7 @@ from headway.data.source import Source
 from headway.errors import RecipeError
 from headway.keywords import checks_fields, told_together
 from headway.plans import ExchangePlan, LayerSplit, PipelinePlan
+from headway.plans.batch import Norm
 from headway.plans.plan import Zero
 from headway.run.recipe.accepted_forms import accept_fields, as_criterion
 
@@ -100,6 +101,8 @@ class Recipe:
             optimiser's state, 2 gradients as well, 3 parameters, too.
         shards: Ranks that keep that together; the rest are copies. None: all.
         split: How layers are split by ranks that share their samples, where no plan file says it.
+        norm: Over which samples batch normalisation takes its statistics: "local", those of one
+            micro-batch; "global", those of the global batch, exactly as the serial run.
         showcase: Makes a text from the trained model, shown at the end (a sample, a score).
     """
 
@@ -141,6 +144,7 @@ class Recipe:
     zero: Zero = 0
     shards: int | None = None
     split: LayerSplit | None = None
+    norm: Norm = "local"
     showcase: Callable[[nn.Module], str] | None = None
 
 

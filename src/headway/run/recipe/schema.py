@@ -32,6 +32,7 @@ from headway.documents import (
 from headway.errors import DocumentError, RecipeError
 from headway.optim.lr_scaling import Scaling
 from headway.plans import ExchangePlan, LayerSplit, PipelinePlan
+from headway.plans.batch import Norm
 from headway.plans.plan import Zero
 from headway.units import Amount, parse_bytes
 
@@ -258,6 +259,7 @@ class Scalars:
     zero: Zero | None = None
     shards: PositiveInt | None = None
     split: LayerSplit | None = None
+    norm: Norm | None = None
 
 
 @document

@@ -208,7 +208,8 @@ class PaddingBatch:
     """The last micro-batch that this rank had, for passes that count nothing."""
 
     def __init__(self, plan: Plan) -> None:
-        self._wanted = plan.memory.zero > 0 and plan.data_degree > 1
+        together = plan.memory.zero > 0 or plan.batch.norm == "global"
+        self._wanted = together and plan.data_degree > 1
         self._ranks = plan.data_degree
         self._micro: MicroBatch | None = None
         self._met = False
@@ -225,7 +226,8 @@ class PaddingBatch:
             raise DataError(
                 f"the first batch has {counted(batch.samples, 'sample')} "
                 f"for {counted(self._ranks, 'rank')}",
-                why="With sharded state a rank without samples repeats its last micro-batch.",
+                why="With sharded state or global statistics a rank without samples repeats its "
+                "last micro-batch.",
                 fix="Set drop_last, or begin at another batch.",
             )
         self._met = True

@@ -100,6 +100,7 @@ def recipe_plan(recipe: Recipe, given: Plan | Path | None, ranks: int) -> Plan:
             zero=recipe.zero,
             shards=recipe.shards,
             split=recipe.split,
+            norm=recipe.norm,
         )
     plan = given if isinstance(given, Plan) else Plan.load(given)
     if plan.batch.samples != samples:
@@ -109,6 +110,10 @@ def recipe_plan(recipe: Recipe, given: Plan | Path | None, ranks: int) -> Plan:
             problems=[f"batch: {plan.batch.samples} in the plan, {samples} in the recipe"],
             fix="Change batch.samples of the plan, or the batch of the recipe.",
         )
+    if recipe.norm == "global" and plan.batch.norm == "local":
+        # What the model computes is the recipe's; a plan says how.
+        plan = replace(plan, batch=replace(plan.batch, norm="global"))
+        plan.check()
     return plan
 
 

@@ -195,7 +195,8 @@ class Training:
         )
         # After an error the peers of a save in progress may never answer: do not wait for them.
         self._stack.push(lambda kind, *_: self._store.close(wait=kind is None))
-        if self._plan.ranks > 1 or self._plan.batch.microbatch:
+        one_piece = self._plan.batch.norm == "global"
+        if not one_piece and (self._plan.ranks > 1 or self._plan.batch.microbatch):
             self._warn_of_batch_norm(model)
 
     def _cut(self) -> None:
@@ -221,7 +222,7 @@ class Training:
                 "warning",
                 text=f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}: batch "
                 "normalisation sees one micro-batch at a time, so this run is not exactly the "
-                "serial one; GroupNorm or LayerNorm would be",
+                'serial one; norm = "global" without micro-batches, or GroupNorm, would be',
             )
 
     def _restore(self) -> Cursor:

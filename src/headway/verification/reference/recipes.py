@@ -101,6 +101,7 @@ def check_plan(recipe: Recipe, plan: Plan) -> None:
         ("precision", recipe.precision, plan.memory.precision),
         ("batch", batch_samples(recipe), plan.batch.samples),
         ("shares", shares, plan.batch.shares),
+        ("norm", recipe.norm, plan.batch.norm),
     ):
         if wanted != found:
             raise NotEqual(f"the plan has {what} {found}; the recipe says {wanted}")
