@@ -50,3 +50,29 @@ def test_wrong_updates_are_no_rounding(gradients):
     rounded = one_step(given)
     rounded.tensors["1/parameter/w"][7000] *= 1 + 1e-9  # type: ignore[index]
     assert not compare(expected, rounded).equal
+
+
+def recorded(gradient: float, rate: float = 1.0) -> Recording:
+    tensors = {
+        "2/gradient/w": torch.tensor([gradient], dtype=torch.float64),
+        "2/journal/lr": torch.tensor(rate, dtype=torch.float64),
+    }
+    return Recording(tensors, tuple(tensors))
+
+
+def test_what_rounding_becomes_in_a_model_is_allowed_and_no_more():
+    serial, nudged = recorded(1.0), recorded(1.0 + 1e-10)
+    for apart, equal in ((3e-10, True), (5e-10, False), (1.0, False), (float("nan"), False)):
+        comparison = compare(serial, recorded(1.0 + apart), nudged=nudged)
+        assert comparison.equal is equal, apart
+        alone = compare(serial, recorded(1.0 + apart))
+        assert alone.may_be_rounding is (apart < 1e-4)
+    # A rate is not rounded in a model: only what the nudged run moves is excused.
+    first = compare(serial, recorded(1.0, 1.0 + 3e-10), nudged=nudged).first
+    assert first is not None
+    assert first.kind == "journal"
+
+
+def test_what_rounding_becomes_is_never_much():
+    first = compare(recorded(1.0), recorded(1.01), nudged=recorded(1.5)).first
+    assert first is not None

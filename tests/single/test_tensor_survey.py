@@ -277,3 +277,24 @@ def test_a_model_of_which_nothing_is_split_is_refused():
     whole = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     with pytest.raises(PlanError, match="all of them would compute the same"):
         of_vectors(whole, whole=["*"])
+
+
+class SortedHeads(nn.Module):
+    """Its layer is split as three blocks, and then something has no rule for parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.first, self.second = nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).reshape(len(x), -1, 3, 4, 4).permute(2, 0, 3, 1, 4).unbind(0)
+        heads = functional.scaled_dot_product_attention(q.sort(dim=1).values, k, v)
+        x = heads.transpose(1, 2).reshape(x.shape)
+        return self.second(functional.gelu(self.first(x)))
+
+
+def test_a_layer_that_is_left_whole_needs_nothing_of_its_blocks():
+    found = of_vectors(SortedHeads())
+    assert set(found.left) == {"qkv.weight"}
+    assert "sort" in found.left["qkv.weight"]
+    assert found.cuts["first.weight"] == OUT

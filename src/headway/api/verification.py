@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -80,6 +80,15 @@ class EquivalenceResult:
 
         worst = {kind: self.comparison.worst(kind) for kind in STEP_KINDS}
         return {kind: one.error if one else None for kind, one in worst.items()}
+
+    @property
+    def rounding(self) -> float | None:
+        """What becomes of one unit in the last place of the initial parameters in the serial run,
+        as a relative error; None: it was not asked for, as the usual tolerance is enough."""
+        from headway.verification.compare import NOISE_FACTOR  # imports torch
+
+        worst = max(self.comparison.noise.values(), default=None)
+        return None if worst is None else worst / NOISE_FACTOR
 
     @property
     def law(self) -> str | None:
@@ -216,23 +225,23 @@ def _verify_split_runs(
     from headway.verification.compare import compare
     from headway.verification.distributed_run import inexact_file, narrow_file, record_split
     from headway.verification.recording import Recording
-    from headway.verification.serial_run import cut_file, record_serial
+    from headway.verification.serial_run import cut_file
 
     with tempfile.TemporaryDirectory(prefix="headway-verify-") as folder:
-        serial = Path(folder) / "serial.safetensors"
         verdicts = []
         for number, count in enumerate(counts):
             # The serial run is the same for all counts, unless it follows their micro-batches.
             if pieces or not number:
-                ranks = count if pieces else None
-                _start(partial(record_serial, ranks=ranks), job, serial, 1)
-                reference = Recording.load(serial)
+                reference = _SerialRun(job, Path(folder), count if pieces else None)
             target = Path(folder) / f"split-{count}.safetensors"
             start = perf_counter()
             failure = _recorded_until_failure(record_split, job, target, count)
             delayed = cut_file(target).exists()
-            expected = _delayed_reference(job, target, count) if delayed else reference
-            comparison = compare(expected, Recording.load(target))
+            given = Recording.load(target)
+            if delayed:
+                comparison = compare(_delayed_reference(job, target, count), given)
+            else:
+                comparison = reference.compared(given)
             inexact = inexact_file(target)
             try:
                 replay = _replayed(job, inexact, count) if inexact.exists() else None
@@ -255,6 +264,45 @@ def _verify_split_runs(
             if on_run is not None:
                 on_run(verdict)
     return tuple(verdicts)
+
+
+class _SerialRun:
+    """The reference of split runs, and how far rounding alone moves it, made where it is asked for.
+
+    Args:
+        ranks: As for `record_serial`.
+    """
+
+    def __init__(self, job: VerifyJob, folder: Path, ranks: int | None) -> None:
+        self._job, self._folder, self._ranks = job, folder, ranks
+        self.recording = self._recorded(job, "serial.safetensors")
+
+    def compared(
+        self, split: Recording, view: Callable[[Recording], Recording] = lambda whole: whole
+    ) -> Comparison:
+        """A split run with this one.
+
+        Args:
+            view: What of this run is compared.
+        """
+        from headway.verification.compare import compare
+
+        comparison = compare(view(self.recording), split)
+        if not comparison.may_be_rounding:
+            return comparison
+        return compare(view(self.recording), split, nudged=view(self._nudged))
+
+    @cached_property
+    def _nudged(self) -> Recording:
+        return self._recorded(replace(self._job, nudged=True), "nudged.safetensors")
+
+    def _recorded(self, job: VerifyJob, name: str) -> Recording:
+        from headway.verification.recording import Recording
+        from headway.verification.serial_run import record_serial
+
+        target = self._folder / name
+        _start(partial(record_serial, ranks=self._ranks), job, target, 1)
+        return Recording.load(target)
 
 
 def _recorded_until_failure(
@@ -288,10 +336,7 @@ def _failed_alone(recording: Path, failure: HeadwayError) -> HeadwayError:
 
 def _whole_runs(job: VerifyJob, processes: int, pieces: bool) -> dict[str, Comparison]:
     """Training runs of a plan against the serial one: from the beginning, and resumed."""
-    from headway.verification.compare import compare
     from headway.verification.distributed_run import simple_plan, trained_plan, uncompressed
-    from headway.verification.recording import Recording
-    from headway.verification.serial_run import record_serial
     from headway.verification.whole_run import (
         check_end,
         check_resumption,
@@ -306,10 +351,7 @@ def _whole_runs(job: VerifyJob, processes: int, pieces: bool) -> dict[str, Compa
     overrides = _training_overrides(job, last, max(1, job.steps // 2))
     other = 1 if processes > 1 else 2
     with tempfile.TemporaryDirectory(prefix="headway-verify-") as folder:
-        serial = Path(folder) / "serial.safetensors"
-        ranks = processes if pieces else None
-        _start(partial(record_serial, ranks=ranks), job, serial, 1)
-        reference = Recording.load(serial)
+        reference = _SerialRun(job, Path(folder), processes if pieces else None)
 
         def run(name: str, plan: Plan, start: Path | None) -> Path:
             directory = Path(folder) / name.replace(" ", "-")
@@ -337,9 +379,9 @@ def _whole_runs(job: VerifyJob, processes: int, pieces: bool) -> dict[str, Compa
             check_end(directory, name, last)
             if start is not None:
                 check_resumption(directory, name, middle)
-            given = recorded_end(directory, (middle, last), reference)
-            expected = expected_end(reference, (middle, last), given)
-            found[name] = compare(expected, given)
+            given = recorded_end(directory, (middle, last), reference.recording)
+            view = partial(expected_end, steps=(middle, last), given=given)
+            found[name] = reference.compared(given, view)
             return directory
 
         wanted = trained_plan(job, processes)
@@ -480,6 +522,7 @@ def _run_data(verdict: EquivalenceResult) -> dict[str, object]:
         "laws": None if replay is None else [str(one) for one in replay.wrong],
         "own_precision": None if own is None else [str(one) for one in own.wrong],
         "tolerance": comparison.tolerance,
+        "rounding": verdict.rounding,
         "tensors": len(comparison.differences),
         "errors": {kind: error for kind, error in verdict.errors.items() if error is not None},
         "first_difference": str(first) if first else None,

@@ -62,6 +62,11 @@ def verify(
             say(_header(run))
         shown.append(run)
         say(_line(run))
+        if run.rounding is not None:
+            say(
+                f"{'':11}rounding: off by one unit in the last place of its initial parameters, "
+                f"the serial run differs by {run.rounding:.1e} from itself, and more is allowed"
+            )
         for name, end in run.whole.items():
             say(f"{'':11}{name}: {'ends as the serial run' if end.equal else 'DIFFERENT'}")
 

@@ -89,7 +89,10 @@ def _record(
     make_step: Callable[[TrainingState, RandomDraws, Sequence[RankBatch], Recorder], float],
 ) -> None:
     """Record steps that `make_step` makes of the batches of all copies; it returns the loss."""
-    trained = build_training_state(recipe, to_float64(initial_model(recipe)), reference=True)
+    model = to_float64(initial_model(recipe))
+    if job.nudged:
+        nudge(model)
+    trained = build_training_state(recipe, model, reference=True)
     recorder, initial = Recorder(trained), initial_values(trained.model)
     monitor = SerialMonitor(recipe, trained.scheduler)
     sites: RandomDraws | None = None
@@ -137,6 +140,15 @@ def _record(
             recorder.validated(step, values)
             monitor.validated(step, values)
     replace(recorder.recording(), initial=initial).save(target)
+
+
+@torch.no_grad()
+def nudge(model: nn.Module) -> None:
+    """Move every parameter up or down by a unit in its last place, or leave it, at random."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        sign = torch.randint(-1, 2, parameter.shape, generator=generator).double()
+        parameter.mul_(1.0 + torch.finfo(torch.float64).eps * sign.to(parameter.device))
 
 
 def _check_recipe(recipe: Recipe, job: VerifyJob, epochs: ReferenceEpochs) -> None:

@@ -550,8 +550,8 @@ def _without_numbers(model: nn.Module, error: Exception) -> PlanError:
 def _next(blame: FailedSplit, refusal: RuleRefused) -> None:
     """What to try after a refusal: blocks once, then the whole layer."""
     blame.why = refusal.why
-    blame.needs += refusal.needs
     if refusal.blocks > 1 and blame.blocks == 1:
-        blame.blocks = refusal.blocks
+        blame.blocks = refusal.blocks  # what the layer as one block needed it does not need so
     else:
+        blame.needs += refusal.needs
         blame.whole = True
