@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import textwrap
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -201,9 +202,10 @@ def test_overrides_change_an_object(folder):
 
 
 def test_a_recipe_that_cannot_be_sent_is_refused_before_anything_starts(folder):
+    lock = threading.Lock()
     with pytest.raises(headway.RecipeError, match="cannot be sent to worker processes") as refused:
-        headway.train(replace(RECIPE, model=lambda: Net()))
-    assert "top level" in refused.value.fix
+        headway.train(replace(RECIPE, model=lambda: (lock, Net())[1]))
+    assert "inside a factory" in refused.value.fix
     assert not (folder / "runs").exists()
 
 

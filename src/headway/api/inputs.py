@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -89,38 +87,17 @@ def sendable_recipe(recipe: RecipeInput, overrides: Sequence[str]) -> Recipe | s
     """A recipe as it is sent to worker processes; overrides of an object are laid over it here.
 
     Raises:
-        RecipeError: The object does not pickle, or is of an interactive session that a worker
-            cannot import.
+        RecipeError: The object holds what no other process can have.
         DocumentError: The overrides have problems.
     """
     recipe = recipe_reference(recipe)
     if isinstance(recipe, str):
         return recipe
     from headway.run.recipe.factory import override_recipe  # torch is there: the object needs it
+    from headway.run.recipe.sent_recipe import send_recipe
 
     recipe = override_recipe(recipe, overrides)
-    fix = (
-        'Use functions and classes of a module, at its top level, or name "module:function" that '
-        "returns the recipe."
-    )
-    try:
-        # Pickled here to find the problem before workers are started.
-        content = pickle.dumps(recipe)
-    # A local function raises AttributeError, an open file or a lock TypeError.
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise RecipeError(
-            "the recipe cannot be sent to worker processes",
-            where=f"recipe {recipe.name}",
-            why=str(error),
-            fix=fix,
-        ) from error
-    # Workers import a script again by its path; what is typed in has none.
-    if b"__main__" in content and not hasattr(sys.modules["__main__"], "__file__"):
-        raise RecipeError(
-            "worker processes cannot import what an interactive session defines",
-            where=f"recipe {recipe.name}",
-            fix=fix,
-        )
+    send_recipe(recipe)  # to find the problem before workers are started
     return recipe
 
 

@@ -48,6 +48,7 @@ from headway.units import counted
 
 if TYPE_CHECKING:
     from headway.run.recipe.recipe import Recipe
+    from headway.run.recipe.sent_recipe import SentRecipe
 
 _LOG = logging.getLogger("headway")
 
@@ -133,9 +134,8 @@ def train(
 ) -> TrainingResult:
     """Train a recipe on one process or many.
 
-    Workers import the modules that the recipe names. A `Recipe` object is sent to them by pickle:
-    its functions must stand at the top level of a module; a script that calls this keeps the call
-    under `if __name__ == "__main__":`, as for every process that Python starts.
+    Workers import the modules that the recipe names. A `Recipe` object is sent to them; what a
+    notebook, a script or a function defines goes along. A script is not run again in workers.
 
     Args:
         recipe: A `Recipe`, "module:function", the path of a recipe.toml, or a bundled workload's
@@ -348,10 +348,15 @@ def _train_as_rank(
 
 
 def train_to_prove(
-    recipe: Recipe | str, plan: Plan, *, overrides: Sequence[str], directory: Path, resume: bool
+    recipe: Recipe | SentRecipe | str,
+    plan: Plan,
+    *,
+    overrides: Sequence[str],
+    directory: Path,
+    resume: bool,
 ) -> None:
     """Train by a plan on CPUs for `headway verify --whole`; see `TrainJob.proving`."""
-    reference = sendable_recipe(recipe, overrides)
+    reference = recipe if isinstance(recipe, SentRecipe) else sendable_recipe(recipe, overrides)
     job = TrainJob(
         recipe=reference,
         overrides=tuple(overrides) if isinstance(reference, str) else (),
@@ -379,7 +384,9 @@ def _launch(
     """Train in local workers of our own."""
     from headway.launch.local import launch_local
     from headway.launch.restart_policy import RestartPolicy
+    from headway.run.recipe.sent_recipe import send_recipe
 
+    job = replace(job, recipe=send_recipe(job.recipe))
     first = _next_attempt(RunDirectory(job.directory)) if job.resume else 0
     if faults:
         happening = FaultInjector(

@@ -203,9 +203,10 @@ def verify(
         raise UsageError(f"--steps {steps}: at least 1")
     start_forkserver(1, ("headway.verification",))  # its imports run beside the one here
     with gc_paused():
+        from headway.run.recipe.sent_recipe import send_recipe
         from headway.verification.recording import VerifyJob
     given = Path(plan) if isinstance(plan, str) else plan
-    job = VerifyJob(recipe=reference, overrides=overrides, steps=steps, plan=given)
+    job = VerifyJob(recipe=send_recipe(reference), overrides=overrides, steps=steps, plan=given)
     runs = _verify_split_runs(job, counts, microbatches, whole, on_run)
     made = (difference.step for run in runs for difference in run.comparison.differences)
     result = VerificationResult(runs, max(made, default=steps))

@@ -12,6 +12,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
+from typing import Any
 
 from headway.launch.abandoned_files import claim, remove_abandoned
 from headway.launch.preflight import threads_for
@@ -47,8 +49,8 @@ def start_forkserver(
         threads: See `threads_for`. The forkserver keeps the environment of its start, and OpenMP
             reads OMP_NUM_THREADS when torch is loaded.
     """
-    # "__main__" is multiprocessing's own list, which the call below replaces.
-    modules = ["__main__", *dict.fromkeys((*PRELOAD, *preload))]
+    # Without "__main__", multiprocessing's own list: a script would be run again there.
+    modules = [*dict.fromkeys((*PRELOAD, *preload))]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
     with short_paths():
         remove_abandoned()
@@ -73,6 +75,27 @@ def forkserver_settings(threads: int) -> Iterator[None]:
             yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def main_left_alone() -> Iterator[None]:
+    """Inside, processes that are started do not import the main module again.
+
+    multiprocessing imports a script in every process, and what stands in it outside of
+    `if __name__ == "__main__":` would be done there again: start workers, without end.
+    """
+    main: Any = sys.modules["__main__"]
+    missing = object()
+    before = {name: getattr(main, name, missing) for name in ("__file__", "__spec__")}
+    main.__file__, main.__spec__ = None, None
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is missing:
+                delattr(main, name)
+            else:
+                setattr(main, name, value)
 
 
 def forkserver_pid() -> int | None:

@@ -19,8 +19,9 @@ import threading
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from headway.launch.forkserver import (
     forkserver_pid,
     forkserver_status,
     gc_paused,
+    main_left_alone,
     restored_environment,
     start_forkserver,
 )
@@ -95,7 +97,8 @@ def run_attempt(
         ):
             config = _config(job, processes, shutdown_seconds)
             try:
-                elastic_launch(config, run_worker)(job)
+                with nullcontext() if _is_of_main(job.entry) else main_left_alone():
+                    elastic_launch(config, run_worker)(job)
             except ChildFailedError as error:
                 statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
                 messages = {rank: _kept(failure) for rank, failure in error.failures.items()}
@@ -131,6 +134,13 @@ def run_attempt(
         # The others were stopped here, by SIGTERM: nobody has asked for it.
         return replace(ending, stop=stop, trouble="a worker was killed before it began")
     return ending
+
+
+def _is_of_main(entry: Callable[..., Any] | str) -> bool:
+    """Whether workers must import the main module to find the entry."""
+    while isinstance(entry, partial):
+        entry = entry.func
+    return not isinstance(entry, str) and getattr(entry, "__module__", "") == "__main__"
 
 
 def _kept(failure: Any) -> str:

@@ -25,6 +25,7 @@ from headway.optim import WarmUp
 from headway.plans import Plan
 from headway.run.recipe.factory import load_recipe
 from headway.run.recipe.recipe import Recipe
+from headway.run.recipe.sent_recipe import SentRecipe
 from headway.run.step.setup import check_components, recipe_plan, stepped_each_step
 from headway.run.strategy.training_state import TrainingState
 from headway.verification.reference.optimizers import (
@@ -60,7 +61,7 @@ class VerifyJob:
     """What to record.
 
     Attributes:
-        recipe: As for `headway train`, or a `Recipe` that pickles.
+        recipe: As for `headway train`, or a `Recipe` as it is sent.
         steps: Optimiser steps. They straddle the end of an epoch, so that a ragged last batch and
             the first batch of the next epoch are among them.
         whole: From the first sample on, as training begins, twice as many, with validations.
@@ -70,7 +71,7 @@ class VerifyJob:
             what rounding becomes in this model.
     """
 
-    recipe: str | Recipe
+    recipe: str | SentRecipe
     overrides: tuple[str, ...] = ()
     steps: int = 4
     plan: Plan | Path | None = None

@@ -38,6 +38,7 @@ from headway.run.recipe.schema import (
     reference_recipe,
     scalars_of,
 )
+from headway.run.recipe.sent_recipe import SentRecipe
 from headway.run.recipe.training_data import with_loader_batch
 from headway.run.recipe.user_code import (
     UserCall,
@@ -50,7 +51,7 @@ from headway.run.recipe.user_code import (
 )
 
 
-def load_recipe(reference: str | Recipe, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(reference: str | Recipe | SentRecipe, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe that a reference names, with overrides laid over it.
 
     Args:
@@ -63,6 +64,8 @@ def load_recipe(reference: str | Recipe, overrides: Sequence[str] = ()) -> Recip
         DocumentError: The file or the overrides have problems; all are listed.
         RecipeError: A module or function is missing or raises, or returns something else.
     """
+    if isinstance(reference, SentRecipe):
+        reference = reference.open()
     if isinstance(reference, Recipe):
         recipe = override_recipe(reference, overrides)
     else:

@@ -18,6 +18,7 @@ from headway.run.distributed.launch_env import LaunchEnv
 if TYPE_CHECKING:
     from headway.run.distributed.world import World
     from headway.run.recipe.recipe import Recipe
+    from headway.run.recipe.sent_recipe import SentRecipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +26,7 @@ class TrainJob:
     """What `train` is asked to do; the same on every rank, and safe to send to a process.
 
     Attributes:
-        recipe: Path of a recipe.toml, "module:function", a bundled workload, or a `Recipe` that
-            pickles.
+        recipe: Path of a recipe.toml, "module:function", a bundled workload, or a `Recipe`.
         directory: The run directory; all ranks must see it.
         plan: A plan or its file; None: data parallelism over all ranks.
         find: Called on every rank instead, in the joined world; returns the plan, the same on all
@@ -40,7 +40,7 @@ class TrainJob:
             checkpoint is written only while later steps change what it holds.
     """
 
-    recipe: str | Recipe
+    recipe: str | Recipe | SentRecipe
     directory: Path
     timeout_seconds: float
     patience_seconds: float
