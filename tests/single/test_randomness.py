@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 from headway.run.step.batch import resize_batch
@@ -265,3 +266,60 @@ def test_mix_is_a_fixed_function():
     assert mix_seeds(1, 2) == 0xD13C8240626AA172
     assert mix_seeds(2, 1) == 0x98B5E08CBBD08FB5
     assert len({mix_seeds(a, b) for a in range(64) for b in range(64)}) == 4096
+
+
+class Recurrent(nn.Module):
+    """Two layers with dropout between them, over padded or packed sequences (x_BTF, lengths_B)."""
+
+    def __init__(self, kind, *, packed, dropout=0.4):
+        super().__init__()
+        self.packed = packed
+        self.cells = kind(4, 5, num_layers=2, dropout=dropout, batch_first=True)
+
+    def forward(self, x):
+        lengths = x[:, 0, 0].round().long().clamp(1, x.shape[1])
+        if self.packed:
+            x = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return self.cells(x)[0]
+
+
+def summed(model, batch):
+    out = model(batch)
+    return (out.data if isinstance(out, PackedSequence) else out).square().sum() / len(batch)
+
+
+def sequences():
+    torch.manual_seed(0)
+    batch = torch.randn(6, 7, 4, dtype=torch.float64)
+    batch[:, 0, 0] = torch.tensor([7.0, 3.0, 5.0, 2.0, 6.0, 4.0])
+    return batch
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize(("packed", "dropout"), [(False, 0.4), (True, 0.0)])
+def test_recurrent_layers_are_the_same_in_any_split(kind, packed, dropout):
+    batch = sequences()
+    model = Recurrent(kind, packed=packed, dropout=dropout).double().train()
+    found = []
+    for cuts in ((6,), (2, 3, 1)):
+        sites = probe_random_draws(model, summed, batch, resize_batch)
+        assert not sites.doubts
+        model.zero_grad()
+        start = 0
+        for size in cuts:
+            seed_everything(7, 0, 100)
+            with LogicalRandomness(sites, range(start, start + size), 0):
+                (summed(model, batch[start : start + size]) * size).backward()
+            start += size
+        found.append([p.grad.clone() for p in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+def test_dropout_between_the_layers_of_packed_sequences_is_named():
+    model = Recurrent(nn.LSTM, packed=True).double().train()
+    (doubt,) = probe_random_draws(model, summed, sequences(), resize_batch).doubts
+    assert "cells (nn.LSTM, dropout=0.4)" in doubt
+    assert "packed sequence" in doubt
+    assert not model.cells._forward_pre_hooks
+    assert not probe_random_draws(model.eval(), summed, sequences(), resize_batch).doubts

@@ -23,12 +23,13 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.checkpoint.pretrained import load_weights
@@ -119,8 +120,8 @@ def probe_random_draws(
     """
     try:
         two = _record(model, loss, resize(data, 2), backward=True)
-        if not any(two.drew):
-            return RandomDraws((), in_backward=False)
+        if not any(two.drew):  # that torch tells of: cuDNN keeps a generator of its own
+            return RandomDraws((), in_backward=False, doubts=tuple(two.recurrent))
         # Whether backward draws again does not depend on the samples: one backward pass tells.
         three = _record(model, loss, resize(data, 3), backward=False)
     except RecipeError:
@@ -134,7 +135,7 @@ def probe_random_draws(
             in_backward=two.again,
             doubts=("the number of random draws depends on the batch",),
         )
-    sites, doubts = [], []
+    sites, doubts = list[RandomDraw](), list(two.recurrent)
     for number, (a, b) in enumerate(zip(two.shapes[:count], three.shapes[:count], strict=True)):
         site, doubt = _compare(a, b) if two.drew[number] else (RandomDraw(None, draws=False), "")
         sites.append(site)
@@ -161,7 +162,7 @@ def _unresized(model: nn.Module, loss: Callable[[nn.Module, Any], Any], data: An
     return RandomDraws(
         (RandomDraw(0),) * own.forward,
         in_backward=own.again,
-        doubts=("its batches cannot be cut into samples",),
+        doubts=("its batches cannot be cut into samples", *own.recurrent),
     )
 
 
@@ -238,6 +239,7 @@ class _Recorder(_DrawMode):
 
     Attributes:
         again: Backward runs parts of the forward pass again, or may do so.
+        recurrent: What is wrong with the dropout between layers of recurrent modules.
 
     Raises:
         RecipeError: An operator on a GPU that draws in one kernel for all samples.
@@ -248,6 +250,7 @@ class _Recorder(_DrawMode):
         self.shapes: list[tuple[int, ...]] = []
         self.drew: list[bool] = []
         self.names: list[str] = []
+        self.recurrent: list[str] = []
         self.forward = 0
         self.again = False
 
@@ -276,7 +279,13 @@ def _record(
     """Run a pass, put everything back, and return what was drawn."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     recorder = _Recorder()
-    with uncompiled(), buffers_restored(model), generators_restored(), recorder:
+    with (
+        uncompiled(),
+        buffers_restored(model),
+        generators_restored(),
+        _recurrent_watched(model, recorder.recurrent),
+        recorder,
+    ):
         value = loss(model, data)
         recorder.forward = len(recorder.shapes)
         total, _ = sum_and_count(value, 1)
@@ -288,6 +297,43 @@ def _record(
                 recorder.again = True
             recorder.again |= len(recorder.shapes) > recorder.forward
     return recorder
+
+
+@contextmanager
+def _recurrent_watched(model: nn.Module, found: list[str]) -> Iterator[None]:
+    """Note recurrent modules whose dropout between layers cannot be drawn by sample.
+
+    Of padded sequences it is drawn like any other. The rows of a packed sequence are ordered by
+    time and length, so that a row's sample depends on the others; cuDNN draws for all at once.
+    """
+
+    def look(name: str, module: nn.RNNBase, inputs: tuple[Any, ...]) -> None:
+        packed = isinstance(inputs[0], PackedSequence) if inputs else False
+        data = inputs[0].data if packed else inputs[0] if inputs else None
+        on_gpu = isinstance(data, Tensor) and data.is_cuda
+        if not module.training or not (packed or on_gpu):
+            return
+        kind = f"{name} (nn.{type(module).__name__}, dropout={module.dropout:g})"
+        why = "cuDNN draws it for all samples at once"
+        if packed:
+            why = "the rows of a packed sequence are ordered by the lengths of all samples"
+        text = (
+            f"the dropout between the layers of {kind}: {why}; set dropout=0, with nn.Dropout "
+            "between recurrent modules of one layer on padded sequences"
+        )
+        if text not in found:
+            found.append(text)
+
+    hooks = [
+        module.register_forward_pre_hook(partial(look, name))
+        for name, module in model.named_modules()
+        if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def count_draws_before(
