@@ -103,6 +103,7 @@ def test_a_failing_callback_is_named(tmp_path):
     assert "ValueError 2" in (tmp_path / "run" / "moments-0").read_text()
 
 
+@pytest.mark.slow
 def test_verify_holds_metrics_and_monitor_against_the_serial_run():
     """And calls no callback: there would be nobody to tell that this is a proof."""
     (run,) = headway.verify(RECIPE, processes=2, steps=4, whole=True).runs

@@ -81,7 +81,12 @@ def uninterrupted() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [((2, 0), (3, 3, 1)), ((2, 3), (1, 0, 1)), ((1, 0), (2, 0, 2))]
+    ("before", "after"),
+    [
+        pytest.param((2, 0), (3, 3, 1), marks=pytest.mark.slow),
+        ((2, 3), (1, 0, 1)),
+        pytest.param((1, 0), (2, 0, 2), marks=pytest.mark.slow),
+    ],
 )
 def test_a_resumed_loop_ends_as_one_that_was_never_interrupted(before, after, tmp_path):
     """With other numbers of ranks, sharded state, stages."""

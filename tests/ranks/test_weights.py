@@ -134,7 +134,10 @@ def test_differences_are_listed_and_nothing_is_changed(tmp_path):
 
 @pytest.mark.parametrize(
     ("form", "only", "overrides"),
-    [("shards", "", ["zero=3"]), ("torch", "encoder.*", ["stages=2"])],
+    [
+        ("shards", "", ["zero=3"]),
+        pytest.param("torch", "encoder.*", ["stages=2"], marks=pytest.mark.slow),
+    ],
 )
 def test_every_plan_starts_from_them_as_the_serial_run_does(form, only, overrides, tmp_path):
     given = write(form, tmp_path)

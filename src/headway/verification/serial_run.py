@@ -125,7 +125,7 @@ def _record(
         if trained.scheduler is not None and monitor.plateau is None:
             trained.scheduler.step()
         numbers = trained.tensors_by_kind()
-        if job.whole and step == job.steps:
+        if job.whole and step in (job.steps, 2 * job.steps):
             numbers["facts"] = numbers_of(facts_of(trained, batches[0].after) | monitor.facts())
         recorder.take(step, loss, numbers, recorder.norm)
         if job.whole:

@@ -24,8 +24,8 @@ JOURNAL = ("lr", "norm", "samples", "epoch", "position")
 
 
 def recorded_end(directory: Path, steps: Sequence[int], serial: Recording) -> Recording:
-    """The checkpoints of some steps, all losses, validations and lines of the journal, under the
-    keys of the serial recording; the facts of the first of these checkpoints."""
+    """The checkpoints of some steps with their facts, all losses, validations and lines of the
+    journal, under the keys of the serial recording."""
     run = RunDirectory(directory)
     found: dict[str, Tensor] = {}
     for step in steps:
@@ -38,9 +38,8 @@ def recorded_end(directory: Path, steps: Sequence[int], serial: Recording) -> Re
             value = read_tensor(checkpoint, entry)
             value = torch.view_as_real(value) if value.is_complex() else value
             found[f"{step}/{kind}/{own}"] = value
-        if step == steps[0]:
-            facts = numbers_of(manifest.facts)
-            found |= {f"{step}/facts/{name}": value for name, value in facts.items()}
+        facts = numbers_of(manifest.facts)
+        found |= {f"{step}/facts/{name}": value for name, value in facts.items()}
     # Of a step that was made twice, because the run was resumed, the last line counts.
     for line in run.events_file.read_text(encoding="utf-8").splitlines():
         row = parse_json(line)
