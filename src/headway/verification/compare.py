@@ -14,7 +14,7 @@ step of the tensor.
 A model may make more of rounding than that: batch normalisation over few samples, saturated
 functions, many layers of both. How much is measured, not assumed: a serial run from initial
 parameters that are off by one unit in their last place (`VerifyJob.nudged`). What the split run is
-off may be four times as much, in each kind of tensor and each step, and 1e-4 at most.
+off may be sixteen times as much, in each kind of tensor and each step, and 1e-4 at most.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from headway.verification.recording import KINDS, Recording
 TOLERANCE = 1e-12
 FLOOR = 2.0**-10
 LOOSE = 1e-6
-NOISE_FACTOR = 4.0
+NOISE_FACTOR = 16.0
 MAX_NOISE = 1e-4
 MEMORY = 2.0
 """Adam's numerator and denominator both move with a gradient."""
