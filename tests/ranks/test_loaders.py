@@ -16,7 +16,8 @@ from headway.verification.recording import Recording, VerifyJob
 from headway.verification.serial_run import record_serial
 from support.ranks import run_ranks
 
-NAMES = ["shuffled", "in_order", "seeded", "with_replacement"]
+NAMES = ["collated", "weighted", "streamed_loader", "shuffled", "in_order", "seeded"]
+NAMES += ["with_replacement"]
 
 
 def job_of(name: str) -> VerifyJob:
@@ -46,9 +47,10 @@ def keeping(world: Any, names: list[str], folder: str, reverse: bool) -> None:
             (world.directory / name).rename(f"{folder}/{name}.split")
 
 
-@pytest.mark.parametrize(
-    "names", [["by_length", "collated", "weighted"], pytest.param(NAMES, marks=pytest.mark.slow)]
-)
+QUICK = ["by_length", "streamed"]
+
+
+@pytest.mark.parametrize("names", [QUICK, pytest.param(NAMES, marks=pytest.mark.slow)])
 def test_every_kind_of_loader_is_equal(tmp_path, names):
     for name, comparison in verdicts(tmp_path, names):
         assert comparison.equal, f"{name}: {comparison.first}"
@@ -60,12 +62,16 @@ def test_a_run_that_orders_its_samples_otherwise_is_not(tmp_path):
         assert not comparison.equal, name
 
 
-def unequal(world: Any) -> str:
-    with pytest.raises(DataError) as caught:
-        record_in_world(World.adopt(), job_of("unseeded"), world.directory / "none")
-    return str(caught.value)
+def unequal(world: Any) -> list[str]:
+    said = []
+    for name in ("unseeded", "split_by_rank"):
+        with pytest.raises(DataError) as caught:
+            record_in_world(World.adopt(), job_of(name), world.directory / "none")
+        said.append(str(caught.value))
+    return said
 
 
 def test_ranks_that_draw_another_order_are_named():
-    for said in run_ranks(2, unequal):
-        assert "ranks 0 and 1 do not have the same order of FromTheClock" in said
+    for order, first in run_ranks(2, unequal):
+        assert "ranks 0 and 1 do not have the same order of FromTheClock" in order
+        assert "ranks 0 and 1 do not have the same first sample of SplitByRank" in first

@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
     Dataset,
+    IterableDataset,
     RandomSampler,
     Sampler,
     WeightedRandomSampler,
@@ -130,6 +133,37 @@ def by_length() -> Recipe:
 
 def collated() -> Recipe:
     return words(Sentences, batch=12, collate=padded, validation=lambda: Sentences(16))
+
+
+class Shards(IterableDataset[Any]):
+    """The points of `Points`, shard by shard, as a stream."""
+
+    def __iter__(self) -> Iterator[Any]:
+        points = Points()
+        for shard in (2, 0, 1):
+            yield from (points[i] for i in range(shard, 40, 3))
+
+    def __len__(self) -> int:
+        return 40
+
+
+class SplitByRank(Shards):
+    """A stream that takes its samples apart itself, as one made for DDP."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from islice(super().__iter__(), dist.get_rank(), None, dist.get_world_size())
+
+
+def streamed() -> Recipe:
+    return plain(Shards(), batch=12, validation=DataLoader(Shards(), batch_size=4))
+
+
+def streamed_loader() -> Recipe:
+    return plain(DataLoader(Shards(), batch_size=12, drop_last=True))
+
+
+def split_by_rank() -> Recipe:
+    return plain(SplitByRank(), batch=12)
 
 
 class FromTheClock(Sampler[int]):

@@ -8,7 +8,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from headway.data.source import Collate, DatasetSource, Source, as_source
-from headway.data.torch_loader import LoaderSource
+from headway.data.stream import StreamSource
+from headway.data.torch_loader import LoaderSource, is_stream
 from headway.errors import DataError
 
 EpochLength = int | None | Callable[[int], Sequence[int]]
@@ -20,7 +21,8 @@ def as_examples(given: Any, collate: Collate | None = None) -> Source:
     """What was given as data, as what is read.
 
     Args:
-        given: A `Source`, a map-style data set, or a torch `DataLoader`, which is taken apart.
+        given: A `Source`, a map-style data set, a stream with a length, or a torch `DataLoader`,
+            which is taken apart.
         collate: Makes a batch of a list of samples.
 
     Raises:
@@ -28,6 +30,8 @@ def as_examples(given: Any, collate: Collate | None = None) -> Source:
     """
     if isinstance(given, DataLoader):
         return LoaderSource(given, collate)
+    if is_stream(given):
+        return StreamSource(given, collate=collate)
     if collate is None:
         return as_source(given)
     if isinstance(given, Source):

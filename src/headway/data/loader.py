@@ -41,6 +41,7 @@ from headway.data.order import (
 )
 from headway.data.sampler_order import SamplerOrder
 from headway.data.source import SeededSource, Source, reading
+from headway.data.stream import StreamSource
 from headway.data.torch_loader import LoaderSource
 from headway.errors import DataError, HeadwayError
 from headway.plans import BatchSplit
@@ -329,6 +330,16 @@ class Loader:
     ) -> None:
         self._drawn: SamplerOrder | None = None
         self._pin = False
+        samples = source.samples if isinstance(source, LoaderSource) else source
+        self._stream = samples if isinstance(samples, StreamSource) else None
+        if self._stream is not None:
+            shuffle = False
+            if workers:
+                raise DataError(
+                    f"a stream is read in the rank's own process, and not by {workers} workers",
+                    why="Worker processes would read the same samples, or others than one does.",
+                    fix="Set num_workers=0 in the DataLoader, or workers=0.",
+                )
         if isinstance(source, LoaderSource):
             self._drawn, self._pin = source.order(cursor.seed), source.pin
             shuffle = shuffle and source.shuffle
@@ -346,6 +357,10 @@ class Loader:
         self.close()
         fetched = self._current = self._fetched()
         epoch: int | None = None
+        if self._stream is not None and self._agree is not None:
+            self._agree(
+                f"first sample of {type(self._stream.stream).__name__}", self._stream.beginning()
+            )
         try:
             for batch in self._global_batches():
                 if self._drawn and self._agree and batch.start.epoch != epoch:

@@ -18,6 +18,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     default_collate,
@@ -25,6 +26,7 @@ from torch.utils.data import (
 
 from headway.data.sampler_order import SamplerOrder
 from headway.data.source import Collate, DatasetSource, SeededSource, Source, as_source
+from headway.data.stream import StreamSource
 from headway.errors import DataError
 
 
@@ -63,7 +65,9 @@ class LoaderSource:
             and self._sampler.generator is None
         )
         self.shuffle = whole
-        in_order = kind is SequentialSampler and len(self._sampler) == len(self.samples)
+        in_order = isinstance(self.samples, StreamSource) or (
+            kind is SequentialSampler and len(self._sampler) == len(self.samples)
+        )
         self._drawn = not (whole or in_order)
 
     def __len__(self) -> int:
@@ -118,10 +122,21 @@ class LoaderSource:
                 why="The DataLoader has a collate_fn, and the recipe has collate.",
                 fix="Leave one of them out.",
             )
+        if is_stream(loader.dataset):
+            stream: Any = loader.dataset
+            return StreamSource(stream, collate=collate or given)
         joined = collate or (None if given is default_collate else given)
         return (
             as_source(loader.dataset) if joined is None else DatasetSource(loader.dataset, joined)
         )
+
+
+def is_stream(given: Any) -> bool:
+    """Whether samples have no numbers, and come one after the other."""
+    if isinstance(given, IterableDataset):
+        return True
+    numbered = hasattr(given, "__getitem__") or hasattr(given, "read")
+    return hasattr(given, "__iter__") and not numbered
 
 
 def _refuse_distributed(*samplers: Any) -> None:

@@ -12,9 +12,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
-from headway.data import Cursor, LoaderSource, Source
+from headway.data import Cursor, LoaderSource, Source, StreamSource
 from headway.run.recipe.recipe import Recipe
 from headway.verification.reference.draws import sampler_seed
 from headway.verification.reference.recipes import batch_samples
@@ -48,7 +55,7 @@ class ReferenceEpochs:
     def shuffled(self) -> bool:
         """Whether it is headway's order that decides, not the samples' own."""
         if not isinstance(self.source, LoaderSource):
-            return True
+            return not isinstance(self.source, StreamSource)
         return type(self.source.loader.sampler) is RandomSampler
 
     def samples(self, epoch: int) -> list[int]:
@@ -85,6 +92,8 @@ def reference_epochs(recipe: Recipe, source: Source) -> ReferenceEpochs:
 def plain(loader: DataLoader[Any]) -> bool:
     """Whether a loader has no order but that of `shuffle`, without a generator of its own."""
     batches, sampler = loader.batch_sampler, loader.sampler
+    if isinstance(loader.dataset, IterableDataset):
+        return True
     if type(batches) is not BatchSampler:
         return False
     sampler = batches.sampler if loader.batch_size is None else sampler

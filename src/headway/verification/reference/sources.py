@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from headway.data import (
     ArraySource,
@@ -31,6 +32,7 @@ from headway.data import (
     SeededSource,
     SlabSource,
     Source,
+    StreamSource,
     TensorSource,
     ZarrSlabs,
 )
@@ -66,12 +68,26 @@ def _data_set(source: Source) -> tuple[Any, Any]:
     if type(source) is LoaderSource:
         loader = source.loader
         samples = source.samples
+        if isinstance(samples, StreamSource):
+            return _Numbered(samples.stream), samples.collate
         if isinstance(samples, DatasetSource):
             return loader.dataset, samples.collate
         return loader.dataset, loader.collate_fn
     if type(source) is DatasetSource:
         return source.dataset, source.collate
+    if type(source) is StreamSource:
+        return _Numbered(source.stream), source.collate
     return None, None
+
+
+class _Numbered:
+    """The samples of a stream by number, each read from the beginning on."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __getitem__(self, index: int) -> Any:
+        return next(islice(self.stream, index, None))
 
 
 def check_source(source: Source) -> None:
@@ -85,7 +101,7 @@ def check_source(source: Source) -> None:
     kind = type(source)
     if kind not in _READERS:
         return
-    count = _count(source)
+    count = len(source) if kind is StreamSource else _count(source)
     # Of a loader a sampler says how many there are in an epoch.
     if len(source) != count and kind is not LoaderSource:
         raise NotEqual(
@@ -123,10 +139,16 @@ def _of_data_set(source: DatasetSource, index: int, seed: int) -> Any:
 
 
 def _of_loader(source: LoaderSource, index: int, seed: int) -> Any:
-    dataset = source.loader.dataset
+    dataset: Any = source.loader.dataset
+    if isinstance(dataset, IterableDataset):
+        dataset = _Numbered(dataset)
     if isinstance(dataset, Source):
         return _read_alone(dataset, index, seed)
     return default_collate([_drawn(dataset, index, seed)])
+
+
+def _of_stream(source: StreamSource, index: int, seed: int) -> Any:
+    return source.collate([_drawn(_Numbered(source.stream), index, seed)])
 
 
 def _of_tensors(source: TensorSource, index: int, _: int) -> Any:
@@ -195,6 +217,7 @@ _READERS: dict[type, Callable[[Any, int, int], Any]] = {
     SlabSource: _of_slabs,
     CachedSource: _of_cache,
     LoaderSource: _of_loader,
+    StreamSource: _of_stream,
 }
 
 
