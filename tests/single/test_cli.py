@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -125,6 +126,21 @@ def test_the_page_of_train_needs_no_torch(capsys):
     )
     for option in ("--processes", "--directory", "--resume", "--plan", "--set", "--trace-steps"):
         assert option in shown
+
+
+def test_the_overview_begins_with_what_is_used_most():
+    shown = cli.overview().splitlines()
+    at = shown.index("Train a model")
+    assert [line.split()[0] for line in shown[at + 1 : at + 4]] == ["train", "verify", "report"]
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.words)
+def test_the_help_of_a_command_begins_with_an_example_that_it_takes(command, capsys):
+    assert cli.main([*command.words.split(), "--help"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == f"Example: headway {command.words} {command.example}".rstrip()
+    words = [*command.words.split(), *shlex.split(command.example)]
+    cli.build_app().parse_args(words, exit_on_error=False, print_error=False)
 
 
 @pytest.mark.parametrize("words", [[], ["-h"], ["help"], ["--help"]])

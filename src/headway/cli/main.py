@@ -24,46 +24,130 @@ if TYPE_CHECKING:
 
 
 class Command(NamedTuple):
-    """A command: its words, where its function is, and its line of the overview."""
+    """A command: its words, where its function is, its line of the overview, and an example."""
 
     words: str
     target: str
     help: str
+    example: str
 
 
-COMMANDS = (
-    Command("train", "train:train", "Train a recipe on one process or many."),
-    Command("verify", "verify:verify", "Compare a split run with the serial run."),
-    Command("report", "report:report", "Write an HTML report of a run."),
-    Command("explain", "explain:explain", "A plan's bottleneck, and what would change it."),
-    Command("simulate", "simulate:simulate", "Simulate a step; on other hardware, with faults."),
-    Command("checkpoint show", "checkpoint:show", "What a checkpoint holds."),
-    Command("checkpoint convert", "checkpoint:convert", "To and from safetensors files."),
-    Command(
-        "plan search",
-        "plan.search:search_plans",
-        "Find plans for a recipe on a cluster; also `headway plan RECIPE`.",
+TASKS = {
+    "Train a model": (
+        Command(
+            "train",
+            "train:train",
+            "Train a recipe on one process or many.",
+            "my_module:recipe --processes 2",
+        ),
+        Command(
+            "verify",
+            "verify:verify",
+            "Compare a split run with the serial run.",
+            "my_module:recipe --processes 1,2",
+        ),
+        Command("report", "report:report", "Write an HTML report of a run.", "runs/recipe-001"),
+        Command("demo", "demo:demo", "Train, verify and report a small model.", ""),
     ),
-    Command("plan show", "plan.plan_file:show", "A plan in words."),
-    Command("plan check", "plan.plan_file:check", "Check that plans are legal."),
-    Command("plan diff", "plan.plan_file:diff", "What differs between two plans."),
-    Command("cluster presets", "cluster:presets", "List known machines and devices."),
-    Command("cluster show", "cluster:show", "A cluster: devices, links, ranks."),
-    Command("cluster measure", "cluster:measure", "Measure this machine; write its cluster.toml."),
-    Command("exchange compare", "exchange:compare", "Compare ways to exchange gradients."),
-    Command("collective show", "collective:show", "Compare the programs of a collective."),
-    Command("schedule list", "schedule.show:list_schedules", "List pipeline schedules."),
-    Command("schedule show", "schedule.show:show", "Draw a pipeline schedule, with figures."),
-    Command("schedule compare", "schedule.show:compare", "Compare all pipeline schedules."),
-    Command("schedule check", "schedule.show:check", "Check a hand-written schedule table."),
-    Command("schedule search", "schedule.search:search", "Find a shorter table for your costs."),
-    Command(
-        "schedule choose",
-        "schedule.choose:choose",
-        "Choose stages, copies and micro-batch size of a Chimera pipeline.",
+    "Find a plan": (
+        Command(
+            "plan search",
+            "plan.search:search_plans",
+            "Find plans for a recipe on a cluster; also `headway plan RECIPE`.",
+            "my_module:recipe --cluster dgx-a100 --out plan.json",
+        ),
+        Command(
+            "explain",
+            "explain:explain",
+            "A plan's bottleneck, and what would change it.",
+            "plan.json",
+        ),
+        Command(
+            "simulate",
+            "simulate:simulate",
+            "Simulate a step; on other hardware, with faults.",
+            "plan.json",
+        ),
+        Command("plan show", "plan.plan_file:show", "A plan in words.", "plan.json"),
+        Command("plan check", "plan.plan_file:check", "Check that plans are legal.", "plan.json"),
+        Command(
+            "plan diff",
+            "plan.plan_file:diff",
+            "What differs between two plans.",
+            "one.json other.json",
+        ),
     ),
-    Command("demo", "demo:demo", "Train, verify and report a small model."),
-)
+    "Look into checkpoints": (
+        Command(
+            "checkpoint show", "checkpoint:show", "What a checkpoint holds.", "runs/recipe-001"
+        ),
+        Command(
+            "checkpoint convert",
+            "checkpoint:convert",
+            "To and from safetensors files.",
+            "runs/recipe-001 model.safetensors",
+        ),
+    ),
+    "Describe machines": (
+        Command("cluster presets", "cluster:presets", "List known machines and devices.", ""),
+        Command("cluster show", "cluster:show", "A cluster: devices, links, ranks.", "dgx-a100"),
+        Command(
+            "cluster measure",
+            "cluster:measure",
+            "Measure this machine; write its cluster.toml.",
+            "-n 2",
+        ),
+    ),
+    "Study gradient exchanges and pipelines": (
+        Command(
+            "exchange compare",
+            "exchange:compare",
+            "Compare ways to exchange gradients.",
+            '--layers 25 --size "1 MiB" --link "100 Mbit/s" --forward "0.7 s" --backward "1.4 s"',
+        ),
+        Command(
+            "collective show",
+            "collective:show",
+            "Compare the programs of a collective.",
+            '--cluster dgx-1v --bytes "100 MiB"',
+        ),
+        Command("schedule list", "schedule.show:list_schedules", "List pipeline schedules.", ""),
+        Command(
+            "schedule show",
+            "schedule.show:show",
+            "Draw a pipeline schedule, with figures.",
+            "chimera --stages 4 --microbatches 4",
+        ),
+        Command(
+            "schedule compare",
+            "schedule.show:compare",
+            "Compare all pipeline schedules.",
+            "--stages 8 --microbatches 16",
+        ),
+        Command(
+            "schedule check",
+            "schedule.show:check",
+            "Check a hand-written schedule table.",
+            "table.csv",
+        ),
+        Command(
+            "schedule search",
+            "schedule.search:search",
+            "Find a shorter table for your costs.",
+            "--stages 4 --microbatches 8 --forward 1,1.5,1,1 --out searched.csv",
+        ),
+        Command(
+            "schedule choose",
+            "schedule.choose:choose",
+            "Choose stages, copies and micro-batch size of a Chimera pipeline.",
+            '--ranks 32 --batch 256 --layers 48 --forward "0.8 ms" --launch "5 ms" '
+            '--activation "512 KiB" --held "28 MB" --weights "55.8 MB" --memory "12 GiB" '
+            '--bandwidth "10 GB/s" --latency "2 us"',
+        ),
+    ),
+}
+"""The commands by what one wants to do; what is used most stands first."""
+COMMANDS = tuple(command for commands in TASKS.values() for command in commands)
 """Targets are relative to headway.cli."""
 GROUPS = {
     "checkpoint": "Inspect and convert checkpoints.",
@@ -122,7 +206,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def overview() -> str:
     """The page of `headway --help`."""
     width = max(len(command.words) for command in COMMANDS) + 2
-    lines = [f"  {command.words:<{width}}{command.help}" for command in COMMANDS]
+    lines = [
+        line
+        for task, commands in TASKS.items()
+        for line in ("", task, *(f"  {c.words:<{width}}{c.help}" for c in commands))
+    ]
     options = [("--help, -h", "This page, or that of a command."), ("--version", "The version.")]
     options.append(("--trace", "With any command: show the stack trace of an error."))
     return "\n".join(
@@ -130,8 +218,6 @@ def overview() -> str:
             "Usage: headway COMMAND [ARGUMENTS]",
             "",
             "Plan, check and run distributed PyTorch training; prove it equal to the serial run.",
-            "",
-            "Commands",
             *lines,
             "",
             "Options",
@@ -151,6 +237,8 @@ def run_command(words: list[str]) -> int:
     if words[0] == "plan" and len(words) > 1 and _is_recipe(words[1]):
         words = ["plan", "search", *words[1:]]
     _check_command(words)
+    if {"--help", "-h"} & set(words) and (asked := _command_of(words)) is not None:
+        say(f"Example: {f'headway {asked.words} {asked.example}'.rstrip()}\n")
     from cyclopts import CycloptsError
 
     try:
@@ -162,6 +250,11 @@ def run_command(words: list[str]) -> int:
         raise _usage_error(error, words) from error
     # Commands that either succeed or raise return nothing.
     return result if isinstance(result, int) else 0
+
+
+def _command_of(words: list[str]) -> Command | None:
+    """The command that the words begin with."""
+    return next((c for c in COMMANDS if words[: len(c.words.split())] == c.words.split()), None)
 
 
 def _is_recipe(word: str) -> bool:
@@ -213,10 +306,9 @@ def build_app() -> App:
 def _usage_error(error: Exception, words: list[str]) -> UsageError:
     # The verbose text is for those who debug the parser.
     error.verbose = False  # type: ignore[attr-defined]
-    known = next(
-        (c.words for c in COMMANDS if words[: len(c.words.split())] == c.words.split()),
-        words[0] if words[0] in GROUPS else "",
-    )
+    command = _command_of(words)
+    known = words[0] if words[0] in GROUPS else ""
+    known = known if command is None else command.words
     return UsageError(
         " ".join(str(error).split()), fix=f"See {' '.join(['headway', *known.split(), '--help'])}"
     )
