@@ -116,7 +116,7 @@ def recipe(what: str = "") -> headway.Recipe:
         stop=60,
         validation=lambda: points(13, 2),
         validate_every=3,
-        checkpoint_every=4,
+        checkpoint_every=3,
         checkpoint_keep=1,
         metrics=doubled if what == "doubled" else metrics,
         monitor="accuracy",
