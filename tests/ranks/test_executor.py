@@ -229,7 +229,7 @@ def test_a_plan_for_another_number_of_processes_is_refused(tmp_path):
     model = nn.Linear(6, 4)
     path = tmp_path / "plan.json"
     data_parallel(8, processes=4).save(path)
-    with pytest.raises(PlanError, match="4 ranks; 1 processes"):
+    with pytest.raises(PlanError, match="4 ranks; 1 process"):
         Executor(model, momentum(model), loss=cross_entropy, plan=path)
 
 

@@ -124,7 +124,7 @@ def test_a_step_as_large_as_its_neighbours_from_a_small_gradient_carries_its_rou
 def test_a_ragged_batch_and_the_next_epoch_are_among_the_steps():
     """40 samples in batches of 12: the third step has 4 samples, the fourth begins an epoch."""
     job = job_of("mlp")
-    cursor = job.start(job.load(), 40)
+    cursor = job.start(job.load(), lambda epoch: [12, 12, 12, 4])
     assert (cursor.epoch, cursor.position) == (0, 12)
 
 

@@ -33,7 +33,9 @@ def _everything(path: Path) -> Iterator[tuple[str, Tensor]]:
         files = sorted(path.glob("model*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
     for file in files:
         whole = file.suffix == ".safetensors"
-        found = load_file(file) if whole else torch.load(file, map_location="cpu")
+        found = (
+            load_file(file) if whole else torch.load(file, map_location="cpu", weights_only=True)
+        )
         while not all(isinstance(value, Tensor) for value in found.values()):
             found = next(v for v in found.values() if isinstance(v, dict))
         yield from found.items()
