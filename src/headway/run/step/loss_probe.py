@@ -126,7 +126,8 @@ def _together(parts: Sequence[Any]) -> Any:
 
 def _difference(model: nn.Module, loss: Loss, data: Any, samples: int) -> float:
     """By how much the loss of all samples is not that of its parts; 0 within rounding."""
-    sites = probe_random_draws(model, loss, data, resize_batch)
+    with _Alone():
+        sites = probe_random_draws(model, loss, data, resize_batch)
     if samples < 2 or sites.doubts:
         raise _CannotTell
     watched, narrow = _watched(model), _NarrowestType()
@@ -137,7 +138,7 @@ def _difference(model: nn.Module, loss: Loss, data: Any, samples: int) -> float:
 
     # Uneven parts: halves may happen to have as many labels.
     ends = sorted({0, max(1, samples // 4), samples // 2, samples})
-    with _unchanged(model), narrow:
+    with _unchanged(model), _Alone(), narrow:
         whole = passed(0, samples)
         parts = [passed(*pair) for pair in pairwise(ends)]
     # Rounding moves sums by some eps; a wrong count of one label in ten thousand by more than this.
@@ -234,6 +235,23 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
         finally:
             for norm in trained:
                 norm.training = True
+
+
+class _Alone(TorchDispatchMode):
+    """Inside, nothing is exchanged: other ranks do not probe, and would take it for something else.
+
+    A loss that gathers what other ranks have (a contrastive one) cannot be told from one rank.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if "c10d" in func.namespace:
+            raise _CannotTell
+        return func(*args, **(kwargs or {}))
 
 
 class _NarrowestType(TorchDispatchMode):
