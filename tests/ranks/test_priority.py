@@ -238,9 +238,11 @@ class Late(nn.Module):
 
 
 def reads_late(world):
-    model = Late(late=12)  # the probe of the first batch calls the model, too
+    model = Late(late=1000)
     plan = data_parallel(12, processes=world.size, exchange=ExchangePlan(priority=True))
     run = Executor(model, adamw(model), loss=cross_entropy, plan=plan, world=World.adopt())
+    many_steps(run, 1)  # probes of the first batch call the model, too, on rank 0 more often
+    model.late = model.calls + 8
     with pytest.raises(RunError, match=r"head\.(weight|bias) was read while its update may"):
         many_steps(run, 20)
     assert 3 < run.steps_done < 15

@@ -271,6 +271,7 @@ def test_plan_show(plans, capsys):
         "microbatch": 8,
         "parts": None,
         "shares": [],
+        "norm": "local",
     }
     assert cli.main(["plan", "show", "broken.json"]) == 2
     assert "HW-2001" in capsys.readouterr().err

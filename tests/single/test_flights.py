@@ -104,7 +104,7 @@ def journal(tmp_path, monkeypatch):
     (tmp_path / "ranks").mkdir()
     with ExitStack() as stack:
         directory = RunDirectory(tmp_path)
-        yield Journal(directory, World(place=LaunchEnv(), device="cpu"), trace_every=0,
+        yield Journal(directory, World(place=LaunchEnv(ranks=2), device="cpu"), trace_every=0,
                       stack=stack)  # fmt: skip
 
 
