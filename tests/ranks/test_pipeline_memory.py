@@ -21,9 +21,10 @@ from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
 from headway.run.step.setup import check_components
+from headway.run.strategy.checkpoint import CheckpointInventory
 from headway.run.strategy.strategy import Strategy
 from headway.run.training.job import TrainJob
-from headway.run.training.loop import CheckpointInventory, StopRequest, Training, train
+from headway.run.training.loop import StopRequest, Training, train
 from headway.verification.compare import compare
 from headway.verification.distributed_run import record_in_world
 from headway.verification.recording import Recording, VerifyJob

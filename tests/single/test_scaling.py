@@ -393,5 +393,5 @@ def bad_scale():
 
 
 def test_a_function_that_returns_a_wrong_scaling_is_told():
-    with pytest.raises(RecipeError, match=r"recipe mlp.*scale_rate: 'by eye'"):
+    with pytest.raises(RecipeError, match=r"headway\.Recipe: scale_rate: 'by eye'"):
         load_recipe(f"{__name__}:bad_scale")

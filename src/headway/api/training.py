@@ -356,6 +356,8 @@ def train_to_prove(
     resume: bool,
 ) -> None:
     """Train by a plan on CPUs for `headway verify --whole`; see `TrainJob.proving`."""
+    from headway.run.recipe.sent_recipe import SentRecipe
+
     reference = recipe if isinstance(recipe, SentRecipe) else sendable_recipe(recipe, overrides)
     job = TrainJob(
         recipe=reference,
