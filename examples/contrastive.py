@@ -1,6 +1,6 @@
 """A contrastive loss over the global batch: features of all ranks, exact gradients.
 
-    python examples/contrastive.py
+python examples/contrastive.py
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Fine-tune a causal language model of transformers with LoRA; random weights stand in for yours.
 
-    python examples/lora.py            # needs the package transformers
+python examples/lora.py            # needs the package transformers
 """
 
 import torch

@@ -1,6 +1,6 @@
 """A loop of one's own: accumulation, clipping, a schedule, an average of the weights (EMA).
 
-    torchrun --nproc-per-node 2 examples/own_loop.py       # or: python examples/own_loop.py
+torchrun --nproc-per-node 2 examples/own_loop.py       # or: python examples/own_loop.py
 """
 
 import os

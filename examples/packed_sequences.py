@@ -1,6 +1,6 @@
 """A recurrent tagger over packed sequences of different lengths; each word counts alike.
 
-    python examples/packed_sequences.py
+python examples/packed_sequences.py
 """
 
 import torch

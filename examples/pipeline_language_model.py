@@ -1,6 +1,6 @@
 """A causal language model of transformers from scratch: two stages, sharded optimiser state.
 
-    python examples/pipeline_language_model.py         # needs the package transformers
+python examples/pipeline_language_model.py         # needs the package transformers
 """
 
 import torch
