@@ -47,6 +47,12 @@ TASKS = {
             "my_module:recipe --processes 1,2",
         ),
         Command("report", "report:report", "Write an HTML report of a run.", "runs/recipe-001"),
+        Command(
+            "launch",
+            "launch:launch",
+            "Write a job file: Slurm, Kubernetes.",
+            "my_module:recipe --write slurm --nodes 2 -n 4 --directory /shared/runs/recipe",
+        ),
         Command("demo", "demo:demo", "Train, verify and report a small model.", ""),
     ),
     "Find a plan": (
