@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install demo test test-all test-gpu test-fuzz test-mutations check format docs-check clean
+.PHONY: help venv install demo test test-all test-gpu test-fuzz test-mutations check examples format docs-check clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -54,6 +54,9 @@ format: $(STAMP)  ## put the sources into the house's format
 
 test-gpu: $(STAMP)  ## the tests that need a GPU; without one they are skipped, with the reason
 	@$(BIN)/python -m pytest tests/gpu -rs
+
+examples: $(STAMP)  ## run the programs in examples/
+	@$(BIN)/python -m pytest --all-cases -rs tests/ranks/test_examples.py
 
 docs-check: $(STAMP)  ## the links and the code blocks of the documentation
 	@$(BIN)/python -m pytest -k "docs or readme or tutorial"

@@ -36,9 +36,8 @@ def model() -> nn.Module:
 
 
 def data() -> list[dict[str, torch.Tensor]]:
-    """Sentences that count upwards; the first four tokens are the prompt, which is not learned."""
-    rows = [(torch.arange(12) + start) % 64 for start in range(64)]
-    ignored = torch.full((4,), -100)
+    """Sentences that count; the first four tokens are the prompt, which is not learned."""
+    rows, ignored = [(torch.arange(12) + start) % 64 for start in range(64)], torch.full((4,), -100)
     return [{"input_ids": row, "labels": torch.cat([ignored, row[4:]])} for row in rows]
 
 
