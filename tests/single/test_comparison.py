@@ -61,18 +61,18 @@ def recorded(gradient: float, rate: float = 1.0) -> Recording:
 
 
 def test_what_rounding_becomes_in_a_model_is_allowed_and_no_more():
-    serial, nudged = recorded(1.0), recorded(1.0 + 1e-10)
+    serial, perturbed = recorded(1.0), recorded(1.0 + 1e-10)
     for apart, equal in ((1.5e-9, True), (2e-9, False), (1.0, False), (float("nan"), False)):
-        comparison = compare(serial, recorded(1.0 + apart), nudged=nudged)
+        comparison = compare(serial, recorded(1.0 + apart), perturbed=perturbed)
         assert comparison.equal is equal, apart
         alone = compare(serial, recorded(1.0 + apart))
         assert alone.may_be_rounding is (apart < 1e-4)
-    # A rate is not rounded in a model: only what the nudged run moves is excused.
-    first = compare(serial, recorded(1.0, 1.0 + 1.5e-9), nudged=nudged).first
+    # A rate is not rounded in a model: only what the perturbed run moves is excused.
+    first = compare(serial, recorded(1.0, 1.0 + 1.5e-9), perturbed=perturbed).first
     assert first is not None
     assert first.kind == "journal"
 
 
 def test_what_rounding_becomes_is_never_much():
-    first = compare(recorded(1.0), recorded(1.01), nudged=recorded(1.5)).first
+    first = compare(recorded(1.0), recorded(1.01), perturbed=recorded(1.5)).first
     assert first is not None

@@ -291,11 +291,11 @@ class _SerialRun:
         comparison = compare(view(self.recording), split)
         if not comparison.may_be_rounding:
             return comparison
-        return compare(view(self.recording), split, nudged=view(self._nudged))
+        return compare(view(self.recording), split, perturbed=view(self._perturbed))
 
     @cached_property
-    def _nudged(self) -> Recording:
-        return self._recorded(replace(self._job, nudged=True), "nudged.safetensors")
+    def _perturbed(self) -> Recording:
+        return self._recorded(replace(self._job, perturbed=True), "perturbed.safetensors")
 
     def _recorded(self, job: VerifyJob, name: str) -> Recording:
         from headway.verification.recording import Recording

@@ -13,8 +13,8 @@ step of the tensor.
 
 A model may make more of rounding than that: batch normalisation over few samples, saturated
 functions, many layers of both. How much is measured, not assumed: a serial run from initial
-parameters that are off by one unit in their last place (`VerifyJob.nudged`). What the split run is
-off may be sixteen times as much, in each kind of tensor and each step, and 1e-4 at most.
+parameters that are off by one unit in their last place (`VerifyJob.perturbed`). The split run may
+be off by sixteen times as much, in each kind of tensor and each step, and by 1e-4 at most.
 """
 
 from __future__ import annotations
@@ -108,13 +108,13 @@ def compare(
     split: Recording,
     *,
     tolerance: float = TOLERANCE,
-    nudged: Recording | None = None,
+    perturbed: Recording | None = None,
 ) -> Comparison:
     """Compare every tensor of either run, by logical name.
 
     Args:
         serial: The reference; its order of execution names the first difference.
-        nudged: The same run from initial parameters that are off by rounding; None: not made.
+        perturbed: The same run from initial parameters that are off by rounding; None: not made.
     """
     scales = _scales(serial)
     slack = _slack(serial, split, scales)
@@ -124,14 +124,14 @@ def compare(
     return Comparison(
         tuple(_one(key, serial, split, scales, slack.get(key)) for key in order),
         tolerance,
-        {} if nudged is None else _noise(compare(serial, nudged), tolerance),
+        {} if perturbed is None else _noise(compare(serial, perturbed), tolerance),
     )
 
 
-def _noise(nudged: Comparison, tolerance: float) -> dict[tuple[int, str, str], float]:
+def _noise(perturbed: Comparison, tolerance: float) -> dict[tuple[int, str, str], float]:
     """By place what may be rounding, where it is more than the tolerance."""
     found: dict[tuple[int, str, str], float] = {}
-    for difference in nudged.differences:
+    for difference in perturbed.differences:
         if difference.kind == "facts":
             continue
         # NaN, and whatever only one of the runs has, says nothing about rounding.

@@ -67,8 +67,8 @@ class VerifyJob:
         whole: From the first sample on, as training begins, twice as many, with validations.
         narrow: In the recipe's own precision, in which equality cannot be told from rounding; see
             `replay`.
-        nudged: From initial parameters that are off by about one unit in their last place, to see
-            what rounding becomes in this model.
+        perturbed: From initial parameters that are off by one unit in their last place, to see what
+            rounding becomes in this model.
     """
 
     recipe: str | SentRecipe
@@ -78,7 +78,7 @@ class VerifyJob:
     timeout_seconds: float = 120.0
     whole: bool = False
     narrow: bool = False
-    nudged: bool = False
+    perturbed: bool = False
 
     @property
     def validate_every(self) -> int:

@@ -90,8 +90,8 @@ def _record(
 ) -> None:
     """Record steps that `make_step` makes of the batches of all copies; it returns the loss."""
     model = to_float64(initial_model(recipe))
-    if job.nudged:
-        nudge(model)
+    if job.perturbed:
+        perturb(model)
     trained = build_training_state(recipe, model, reference=True)
     recorder, initial = Recorder(trained), initial_values(trained.model)
     monitor = SerialMonitor(recipe, trained.scheduler)
@@ -143,7 +143,7 @@ def _record(
 
 
 @torch.no_grad()
-def nudge(model: nn.Module) -> None:
+def perturb(model: nn.Module) -> None:
     """Move every parameter up or down by a unit in its last place, or leave it, at random."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():

@@ -126,7 +126,7 @@ def _together(parts: Sequence[Any]) -> Any:
 
 def _difference(model: nn.Module, loss: Loss, data: Any, samples: int) -> float:
     """By how much the loss of all samples is not that of its parts; 0 within rounding."""
-    with _Alone():
+    with _NoCollectives():
         sites = probe_random_draws(model, loss, data, resize_batch)
     if samples < 2 or sites.doubts:
         raise _CannotTell
@@ -138,7 +138,7 @@ def _difference(model: nn.Module, loss: Loss, data: Any, samples: int) -> float:
 
     # Uneven parts: halves may happen to have as many labels.
     ends = sorted({0, max(1, samples // 4), samples // 2, samples})
-    with _unchanged(model), _Alone(), narrow:
+    with _unchanged(model), _NoCollectives(), narrow:
         whole = passed(0, samples)
         parts = [passed(*pair) for pair in pairwise(ends)]
     # Rounding moves sums by some eps; a wrong count of one label in ten thousand by more than this.
@@ -237,7 +237,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
                 norm.training = True
 
 
-class _Alone(TorchDispatchMode):
+class _NoCollectives(TorchDispatchMode):
     """Inside, nothing is exchanged: other ranks do not probe, and would take it for something else.
 
     A loss that gathers what other ranks have (a contrastive one) cannot be told from one rank.

@@ -22,7 +22,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from headway.documents import nearest
 from headway.errors import RecipeError
@@ -41,14 +41,7 @@ Moment = Literal[
     "on_train_end",
     "on_exception",
 ]
-MOMENTS: tuple[Moment, ...] = (
-    "on_train_start",
-    "on_step_end",
-    "on_validation_end",
-    "on_checkpoint",
-    "on_train_end",
-    "on_exception",
-)
+MOMENTS: tuple[Moment, ...] = get_args(Moment)
 
 
 @dataclass
