@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from headway import Recipe
 from headway.comm.algorithms import adasum
 from headway.comm.algorithms.adasum import Adasum
 from headway.comm.algorithms.method import AllReduce
@@ -17,6 +18,7 @@ from headway.comm.compress.compressor import Compressor
 from headway.comm.compress.quantization import Fp16, _StochasticRounder
 from headway.comm.exchange.gradient_exchange import GradientExchange
 from headway.comm.exchange.priority_exchange import PriorityExchange
+from headway.errors import UsageError
 from headway.plans import BatchSplit, ExchangePlan, data_parallel
 from headway.plans.exchange import ExchangePart
 from headway.run.distributed.launch_env import LaunchEnv
@@ -66,11 +68,55 @@ def scheduled():
     )
 
 
+class AllGather(torch.autograd.Function):
+    """The rows of all ranks; backward gives each rank the gradient of its own."""
+
+    @staticmethod
+    def forward(ctx, rows):
+        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, rows.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient)
+        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def gathers():
+    """A contrastive loss over the batch of all ranks."""
+
+    def loss(model, batch):
+        features = model(batch[0])
+        everyone, first = features, 0
+        if dist.is_initialized():
+            everyone = AllGather.apply(features)
+            first = dist.get_rank() * len(features)
+        own = torch.arange(len(features)) + first
+        return torch.nn.functional.cross_entropy(features @ everyone.T, own)
+
+    points = torch.randn(24, 5, generator=torch.Generator().manual_seed(2))
+    return Recipe(
+        name="gathers",
+        model=lambda: torch.nn.Linear(5, 400),
+        data=lambda: torch.utils.data.TensorDataset(points),
+        loss=loss,
+        optimizer=torch.optim.Adam,
+        batch=8,
+        stop=4,
+        clip=0.5,
+    )
+
+
 def job_of(exchange, ranks, directory, recipe="support.recipes:wide"):
     plan = directory / "plan.json"
+    loaded = load_recipe(recipe, ())
+    coupled = loaded.norm == "global" or loaded.name == "gathers"
     data_parallel(
-        load_recipe(recipe, ()).batch, processes=ranks, microbatch=4, exchange=exchange
-    ).save(plan)
+        loaded.batch, processes=ranks, microbatch=None if coupled else 4, exchange=exchange,
+        norm=loaded.norm,
+    ).save(plan)  # fmt: skip
     return VerifyJob(recipe=recipe, steps=4, plan=plan)
 
 
@@ -310,6 +356,51 @@ def test_a_norm_that_is_not_limited_is_named(tmp_path):
     recipe = "support.recipes:mlp"
     exact, replay = judged(tmp_path, CHOICES["fp16"], does_not_clip, recipe=recipe)
     assert (exact.first.kind, replay.first.kind) == ("gradient", "gradient")
+
+
+COUPLED = (f"{__name__}:gathers", "support.recipes:normalised_globally")
+
+
+@pytest.mark.parametrize("recipe", COUPLED)
+@pytest.mark.parametrize("choice", sampled(["topk:0.1", "int8", "sum"], 1))
+def test_ranks_that_exchange_in_their_forward_passes_equal_the_replay(tmp_path, recipe, choice):
+    exact, replay = judged(tmp_path, CHOICES[choice], recipe=recipe)
+    assert exact.equal, told(exact)
+    assert replay.equal, told(replay)
+    assert {d.kind for d in replay.differences} >= {"loss", "share", "exchange", "parameter"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "choice", "plant", "kind"),
+    sampled(
+        [
+            (COUPLED[0], "topk:0.1", forgets, "residual"),  # the other's parameters are too small
+            (COUPLED[0], "fp16", loses_a_bucket_from_step_2, "share"),
+            (COUPLED[1], "fp16", loses_a_bucket_from_step_2, "share"),
+            (COUPLED[0], "int8", weighs_ranks, "share"),
+            (COUPLED[1], "int8", weighs_ranks, "share"),
+            (COUPLED[1], "fp16", is_off_by_a_thousandth, "exchange"),
+        ],
+        2,
+    ),
+)
+def test_a_planted_bug_is_named_where_forward_passes_exchange(
+    tmp_path, recipe, choice, plant, kind
+):
+    _, replay = judged(tmp_path, CHOICES[choice], plant, recipe=recipe)
+    assert replay.first is not None
+    assert replay.first.kind == kind, told(replay)
+
+
+def test_adasum_of_ranks_that_exchange_in_their_forward_passes_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="Adasum combines them unequally"):
+        judged(tmp_path, CHOICES["adasum"], recipe=COUPLED[0])
+
+
+@pytest.mark.parametrize("recipe", COUPLED)
+def test_in_its_own_precision_it_has_no_law(tmp_path, recipe):
+    done = headway_here("verify", recipe, "-n", "2", "--json", cwd=tmp_path)
+    assert done.code == 0, done.out + done.err
 
 
 def test_dropout_by_rank_is_named(tmp_path):

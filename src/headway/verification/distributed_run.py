@@ -13,12 +13,15 @@ All this is in float64; data parallelism makes two more steps so in the recipe's
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
+from typing import Any, get_args
 
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.channel.facts import gather_facts
 from headway.comm.compress.state import STATE_PREFIX
@@ -31,7 +34,7 @@ from headway.plans import ExchangePlan, Plan, data_parallel
 from headway.run.distributed import replica_sync
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
-from headway.run.executor import Executor
+from headway.run.executor import Executor, Kind
 from headway.run.recipe.batch_units import resolve_batch
 from headway.run.recipe.recipe import Recipe
 from headway.run.recipe.training_data import training_data
@@ -70,13 +73,15 @@ def record_in_world(world: World, job: VerifyJob, target: Path) -> None:
         check_plan(recipe, plan)
     world = on_two_nodes(world, plan)
     if plan.exchange.exact or world.ranks == 1:
-        _recorded(world, job, recipe, _in_float64(plan)).save(target)
+        run = _recorded(world, job, recipe, _in_float64(plan))
+        run.save(target)
     else:
         _recorded(world, job, recipe, _in_float64(uncompressed(plan))).save(target)
-        _recorded(world, job, recipe, _in_float64(plan)).save(inexact_file(target))
+        run = _recorded(world, job, recipe, _in_float64(plan))
+        run.save(inexact_file(target))
     job = replace(job, narrow=True)
     recipe, plan = recipe_and_plan(job, world.ranks)
-    if world.ranks > 1 and has_precision_law(recipe, plan):
+    if world.ranks > 1 and has_precision_law(recipe, plan) and not run.coupled:
         _recorded(world, job, recipe, plan).save(narrow_file(target))
 
 
@@ -86,7 +91,8 @@ def has_precision_law(recipe: Recipe, plan: Plan) -> bool:
     Where a rank holds a part of the model, of a sample or of the state, operators have other
     shapes than in one process, and how their rounding differs no law says; nor by how much rounding
     grows from level to level of Adasum. Where groups of ranks combine parameters among themselves,
-    only those of rank 0 are recorded.
+    only those of rank 0 are recorded. Nor is there one for numbers that ranks exchange in a forward
+    pass (`RecordedRun.coupled`).
     """
     alike = plan.data_degree == plan.ranks and not plan.memory.zero and not plan.split.ranks > 1
     return (
@@ -169,6 +175,41 @@ def on_two_nodes(world: World, plan: Plan) -> World:
     return world
 
 
+class _ForwardCollectives(TorchDispatchMode):
+    """Whether the forward passes of a step exchange anything with other ranks.
+
+    A loss of the user's may gather the features of all ranks; no plan tells of it.
+    """
+
+    def __init__(self, run: Executor, looks: Mapping[Kind, Callable[[], None]]) -> None:
+        """
+        Args:
+            looks: What else is called before an instruction.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = False
+        self._inside = False
+        for kind in get_args(Kind):
+            run.call_before(kind, partial(self._before, kind, looks.get(kind)))
+
+    def _before(self, kind: Kind, look: Callable[[], None] | None) -> None:
+        """The instruction before has ended: the mode is on during a forward pass alone."""
+        forward = kind in ("forward", "idle")
+        if self._inside and not forward:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        elif forward and not self._inside:
+            self.__enter__()  # type: ignore[no-untyped-call]
+        self._inside = forward
+        if look is not None:
+            look()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.found |= "c10d" in func.namespace
+        return func(*args, **(kwargs or {}))
+
+
 @dataclass
 class _CrossingSteps:
     """With priority: gradients, parameters and state of the optimiser, copied at each update."""
@@ -235,8 +276,21 @@ class RecordedRun:
                 self._description, None if crossing is None else crossing.note
             )
         _divide_norms(trained)  # also in a training run: the same numbers
+        looks: dict[Kind, Callable[[], None]] = {}
         if recipe.clip is not None:
-            self._run.call_before("clip", self._before_clip)
+            looks["clip"] = self._before_clip
+        self._collectives = _ForwardCollectives(executor, looks)
+
+    @property
+    def coupled(self) -> bool:
+        """Whether the gradients of a rank depend on the samples of others.
+
+        Known after the first step. Not said of plans whose forward pass gathers parameters or parts
+        of tensors.
+        """
+        plan = self._plan
+        alone = plan.data_degree == plan.ranks and not plan.memory.zero and plan.split.ranks == 1
+        return plan.batch.norm == "global" or (alone and self._collectives.found)
 
     def save(self, target: Path) -> None:
         """Make the steps; rank 0 writes the recording, every rank its exchange.
@@ -278,7 +332,8 @@ class RecordedRun:
         if self._observer is not None and (self._job.narrow or not self._plan.exchange.exact):
             self._observer.recording().save(exchange_file(target, self._world.rank))
         if self._world.rank == 0:
-            self._recorder.recording(apart=self._apart, ended=ended).save(target)
+            recording = self._recorder.recording(apart=self._apart, ended=ended)
+            replace(recording, coupled=self.coupled).save(target)
             if not self._plan.flushes and self._run.pipeline and self._run.pipeline.stages:
                 save_cut(self._run.pipeline.stages, target)
 

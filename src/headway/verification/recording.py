@@ -130,6 +130,7 @@ class Recording:
         ended: The run ended in its last recorded step, by an error or because ranks are apart: what
             it has not made is no difference.
         initial: Name -> value of a parameter before the first step, where it is known.
+        coupled: The gradients that a rank has computed depend on the samples of other ranks.
     """
 
     tensors: Mapping[str, Tensor]
@@ -138,6 +139,7 @@ class Recording:
     apart: Mapping[str, str] = field(default_factory=dict)
     ended: bool = False
     initial: Mapping[str, Tensor] = field(default_factory=dict)
+    coupled: bool = False
 
     @property
     def complete_steps(self) -> int:
@@ -150,7 +152,12 @@ class Recording:
         clones = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
         clones |= {f"{_BOUND}{name}": bound for name, bound in self.bounds.items()}
         clones |= {f"{_INITIAL}{name}": value for name, value in self.initial.items()}
-        facts = {"order": self.order, "apart": dict(self.apart), "ended": self.ended}
+        facts = {
+            "order": self.order,
+            "apart": dict(self.apart),
+            "ended": self.ended,
+            "coupled": self.coupled,
+        }
         unfinished = path.with_suffix(".unfinished")
         metadata = {key: json.dumps(fact) for key, fact in facts.items()}
         save_file(clones, unfinished, metadata=metadata)
@@ -167,8 +174,9 @@ class Recording:
         )
         tensors = {n: t for n, t in every.items() if not n.startswith((_BOUND, _INITIAL))}
         return Recording(
-            tensors, tuple(facts["order"]), bounds, facts["apart"], facts["ended"], initial
-        )
+            tensors, tuple(facts["order"]), bounds, facts["apart"], facts["ended"], initial,
+            facts["coupled"],
+        )  # fmt: skip
 
 
 _BOUND, _INITIAL = "bound of ", "initial "

@@ -7,6 +7,10 @@ did come out, all replicas make the update. So every link of a step is compared 
 rounding grows from step to step: an element that is sent in one run and kept in the other because
 two magnitudes differ in the last bit would otherwise make all further steps differ.
 
+Where ranks exchange numbers in their forward passes (batch normalisation over the global batch, a
+loss that gathers features), no rank's share can be made alone. One replica then computes the whole
+batch at once: its gradients must be the sum of what the ranks have put into their buckets.
+
 The run in the recipe's own precision is made again likewise (`VerifyJob.narrow`). Each link then
 has the bound of its own rounding (`reference.rounding`): in units in the last place of its type, as
 many as numbers were added, and without direction where the exchange adds them. After each step the
@@ -26,8 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from headway.data import Cursor, RankBatch
-from headway.errors import NotEqual
-from headway.plans import Plan
+from headway.errors import NotEqual, UsageError
+from headway.plans import BatchSplit, Plan
 from headway.plans.layer_split import SPACE
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.recipe.recipe import Recipe
@@ -128,7 +132,15 @@ class Replay:
         self._updates = plan.exchange.values == "updates"
         # Ranks that hold a part of the model, or of a sample, have no gradients of a whole one.
         self._replicated = not plan.split.tensor and plan.mesh.degree(SPACE) == 1
-        count = plan.ranks if self._replicated else 1
+        self._coupled = self._replicated and recorded.coupled
+        if self._coupled and (plan.exchange.reduce == "adasum" or self._updates):
+            raise UsageError(
+                "the gradients of each rank depend on the samples of the others, and Adasum "
+                "combines them unequally: one process cannot tell what must come out",
+                where=f"the exchange of {recipe.name}",
+                fix='Verify with reduce = "mean" and values = "gradients".',
+            )
+        count = plan.ranks if self._replicated and not self._coupled else 1
         self._replicas = [
             build_training_state(recipe, self._initial_model(), reference=True)
             for _ in range(count)
@@ -164,6 +176,8 @@ class Replay:
         recipe, split = self._recipe, self._plan.batch
         source = training_data(recipe)
         copies = self._plan.data_degree
+        if self._coupled:
+            split, copies = BatchSplit(samples=split.samples), 1
         batches = reference_batches(
             source,
             split,
@@ -336,9 +350,10 @@ class Replay:
             if not is_rounded(bucket.compress):
                 compressed |= set(bucket.names)
             if self._replicated:
-                used = set().union(*(made[rank] for rank in bucket.ranks))
+                used = set().union(*(made[self._number(rank)] for rank in bucket.ranks))
                 for rank, out in zip(bucket.ranks, outs, strict=True):
-                    sums[rank] |= {n: r for n, r in _rows(bucket, out) if n in used}
+                    rows = {n: r for n, r in _rows(bucket, out) if n in used}
+                    sums[self._number(rank)] |= rows
         self._compressed.update(compressed)
         self._states = [
             _state_after(before, exchange, step)
@@ -354,6 +369,10 @@ class Replay:
                 kind = "gradient" if self._recipe.clip is None else "unclipped"
                 given = self._recorded.tensors.get(f"{step}/{kind}/{name}")
                 parameter.grad = None if given is None else given.clone()
+
+    def _number(self, rank: int) -> int:
+        """Of the replica that stands for a rank."""
+        return 0 if self._coupled else rank
 
     def _made(self) -> list[set[str]]:
         """Of each replica the parameters that have a gradient."""
@@ -393,7 +412,10 @@ class Replay:
         outs = [tensors[f"{bucket.key}/out"] for tensors in recorded]
         if self._replicated:
             self._check_members(bucket)
-            self._compare_shares(bucket, samples, own)
+            if self._coupled:
+                self._compare_sum_of_shares(bucket, samples, own)
+            else:
+                self._compare_shares(bucket, samples, own)
         if not all(bool(tensors[f"{bucket.key}/in"].isfinite().all()) for tensors in recorded):
             return outs  # no compressor has a law for these; the shares are wrong already
         inputs = BucketInputs(
@@ -495,6 +517,20 @@ class Replay:
                     limit = rounding.share_bound(row, named[name].dtype, micros)
                 self.expected.put(key, row, limit)
                 self.given.put(key, given[name])
+
+    def _compare_sum_of_shares(
+        self, bucket: RecordedBucket, samples: int, own: Sequence[int]
+    ) -> None:
+        """What the ranks have put in together: the gradients of the whole batch."""
+        named = dict(self._replicas[0].model.named_parameters())
+        given = torch.zeros(())
+        for rank in bucket.ranks:
+            given = given + self._exchanges[rank].tensors[f"{bucket.key}/in"]
+        factor = bucket.weight * self._factor(0, samples, own)
+        for name, row in _rows(bucket, given):
+            key = f"{bucket.step}/share/{name} of all ranks"
+            self.expected.put(key, _row_of(named[name], factor))
+            self.given.put(key, row)
 
     def _compare_sums(
         self, inputs: BucketInputs, expected: ExpectedExchange, outs: Sequence[Tensor]
