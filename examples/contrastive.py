@@ -1,7 +1,9 @@
 """A contrastive loss over the global batch: features of all ranks, exact gradients.
 
-    python examples/contrastive.py
+python examples/contrastive.py
 """
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,13 +16,13 @@ class AllGather(torch.autograd.Function):
     """The features of all ranks; each rank gets back the gradient of its own, summed over ranks."""
 
     @staticmethod
-    def forward(ctx, features):
+    def forward(ctx: Any, features: torch.Tensor) -> torch.Tensor:
         parts = [torch.empty_like(features) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, features.contiguous())
         return torch.cat(parts)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         gradient = gradient.contiguous()
         dist.all_reduce(gradient)
         return gradient.chunk(dist.get_world_size())[dist.get_rank()]
