@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from headway.verification.compare import compare
 from headway.verification.recording import Recording
+from headway.verification.serial_run import perturb
 
 SIZE = 20_000
 
@@ -63,16 +65,34 @@ def recorded(gradient: float, rate: float = 1.0) -> Recording:
 def test_what_rounding_becomes_in_a_model_is_allowed_and_no_more():
     serial, perturbed = recorded(1.0), recorded(1.0 + 1e-10)
     for apart, equal in ((1.5e-9, True), (2e-9, False), (1.0, False), (float("nan"), False)):
-        comparison = compare(serial, recorded(1.0 + apart), perturbed=perturbed)
+        comparison = compare(serial, recorded(1.0 + apart), perturbed=[perturbed])
         assert comparison.equal is equal, apart
         alone = compare(serial, recorded(1.0 + apart))
         assert alone.may_be_rounding is (apart < 1e-4)
     # A rate is not rounded in a model: only what the perturbed run moves is excused.
-    first = compare(serial, recorded(1.0, 1.0 + 1.5e-9), perturbed=perturbed).first
+    first = compare(serial, recorded(1.0, 1.0 + 1.5e-9), perturbed=[perturbed]).first
     assert first is not None
     assert first.kind == "journal"
 
 
+def test_the_largest_error_of_several_draws_is_allowed():
+    """Of the smallest gradient one draw may happen to leave everything as it is."""
+    lucky, usual = recorded(1.0 + 1e-12), recorded(1.0 + 1e-10)
+    off = recorded(1.0 + 1e-9)
+    assert not compare(recorded(1.0), off, perturbed=[lucky]).equal
+    assert compare(recorded(1.0), off, perturbed=[lucky, usual]).equal
+
+
+def test_every_draw_is_another_one():
+    first, same, second = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+    for model, number in ((first, 1), (same, 1), (second, 2)):
+        nn.init.ones_(model.double().weight)
+        perturb(model, number)
+    assert torch.equal(first.weight, same.weight)
+    assert not torch.equal(first.weight, second.weight)
+    assert 0 < (first.weight - 1).abs().max() <= torch.finfo(torch.float64).eps
+
+
 def test_what_rounding_becomes_is_never_much():
-    first = compare(recorded(1.0), recorded(1.01), perturbed=recorded(1.5)).first
+    first = compare(recorded(1.0), recorded(1.01), perturbed=[recorded(1.5)]).first
     assert first is not None

@@ -68,7 +68,7 @@ class VerifyJob:
         narrow: In the recipe's own precision, in which equality cannot be told from rounding; see
             `replay`.
         perturbed: From initial parameters that are off by one unit in their last place, to see what
-            rounding becomes in this model.
+            rounding becomes in this model: the number of the draw, from 1 on; 0: as they are.
     """
 
     recipe: str | SentRecipe
@@ -78,7 +78,7 @@ class VerifyJob:
     timeout_seconds: float = 120.0
     whole: bool = False
     narrow: bool = False
-    perturbed: bool = False
+    perturbed: int = 0
 
     @property
     def validate_every(self) -> int:

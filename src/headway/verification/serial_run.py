@@ -91,7 +91,7 @@ def _record(
     """Record steps that `make_step` makes of the batches of all copies; it returns the loss."""
     model = to_float64(initial_model(recipe))
     if job.perturbed:
-        perturb(model)
+        perturb(model, job.perturbed)
     trained = build_training_state(recipe, model, reference=True)
     recorder, initial = Recorder(trained), initial_values(trained.model)
     monitor = SerialMonitor(recipe, trained.scheduler)
@@ -143,9 +143,9 @@ def _record(
 
 
 @torch.no_grad()
-def perturb(model: nn.Module) -> None:
+def perturb(model: nn.Module, seed: int) -> None:
     """Move every parameter up or down by a unit in its last place, or leave it, at random."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         sign = torch.randint(-1, 2, parameter.shape, generator=generator).double()
         parameter.mul_(1.0 + torch.finfo(torch.float64).eps * sign.to(parameter.device))
