@@ -83,6 +83,12 @@ def test_the_largest_error_of_several_draws_is_allowed():
     assert compare(recorded(1.0), off, perturbed=[lucky, usual]).equal
 
 
+def test_a_small_first_difference_is_measured_though_a_larger_one_follows():
+    comparison = compare(recorded(1.0), recorded(1.0 + 1e-10, rate=1.1))
+    assert comparison.may_be_rounding
+    assert not compare(recorded(1.0), recorded(1.1)).may_be_rounding
+
+
 def test_every_draw_is_another_one():
     first, same, second = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
     for model, number in ((first, 1), (same, 1), (second, 2)):

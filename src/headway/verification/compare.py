@@ -94,8 +94,11 @@ class Comparison:
 
     @property
     def may_be_rounding(self) -> bool:
-        """Whether it differs by so little that rounding may be the cause in some model."""
-        return not self.equal and all(d.error <= MAX_NOISE for d in self.wrong)
+        """Whether what differs first does so by so little that it may be rounding in some model.
+
+        Where more differs later, it is still not to be taken for the cause.
+        """
+        return self.first is not None and self.first.error <= MAX_NOISE
 
     @property
     def first(self) -> Difference | None:
