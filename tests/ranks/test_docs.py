@@ -4,7 +4,7 @@ A page is a script. `python` and `toml` blocks whose first line is a comment wit
 written to that file, other `python` blocks are executed. In `console` blocks the lines after "$ "
 are run by bash; what is printed below them must be among what they print, apart from numbers, and
 `...` stands for anything. A block after `<!-- not run: ... -->` is left alone. The session of the
-README begins with the command that is installed; all else is run by commands of the warm process.
+README has the command that is installed at first; all else is run by commands of the warm process.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -70,9 +71,9 @@ def commands(text: str) -> tuple[str, list[str]]:
 
 
 def as_installed(block: Block) -> Block:
-    """The block with the installed command in the first of its lines."""
+    """The block with the installed command in the first of its lines that calls it."""
     path = f"PATH={Path(sys.executable).parent}{os.pathsep}$PATH"
-    return replace(block, text=block.text.replace("$ ", f"$ {path} ", 1))
+    return replace(block, text=block.text.replace("$ headway", f"$ {path} headway", 1))
 
 
 def run_console(text: str, folder: Path, variables: Mapping[str, str]) -> None:
@@ -89,7 +90,7 @@ def run_page(page: Path, folder: Path, *, installed: bool = False) -> int:
     """Run all blocks of a page in a folder, by commands of the warm process.
 
     Args:
-        installed: Whether the first command is the one that is installed.
+        installed: Whether the first `headway` is the one that is installed.
 
     Returns:
         The number of blocks.
@@ -102,8 +103,9 @@ def run_page(page: Path, folder: Path, *, installed: bool = False) -> int:
         if block.file:
             (folder / block.file).write_text(block.text, encoding="utf-8")
         elif block.language == "console":
-            run_console((as_installed(block) if installed else block).text, folder, variables)
-            installed = False
+            this = installed and "$ headway" in block.text
+            run_console((as_installed(block) if this else block).text, folder, variables)
+            installed = installed and not this
         elif block.language == "python":
             words = ("bash", "-c", 'exec python -c "$1"', "block", block.text)
             done = command(*words, cwd=folder, variables=variables)
@@ -123,7 +125,11 @@ def test_the_tutorial_runs_from_end_to_end(tmp_path):
 
 @pytest.mark.timeout(300)
 def test_the_readme_session_runs(tmp_path):
-    assert run_page(ROOT / "README.md", tmp_path, installed=True) >= 2
+    """In a folder with the loops of docs/, as a clone has them."""
+    (tmp_path / "docs").mkdir()
+    for program in (PLAIN, OWN):
+        shutil.copy(program, tmp_path / "docs")
+    assert run_page(ROOT / "README.md", tmp_path, installed=True) >= 3
 
 
 @pytest.mark.timeout(300)
@@ -183,10 +189,10 @@ def test_docs_own_loop_is_the_plain_loop_on_any_number_of_processes(tmp_path):
     assert len(alone) == 5
     assert float(alone[-1]) < 0.2
     text = PLAIN.read_text(encoding="utf-8")
-    shuffled = "data.DataLoader(dataset, batch_size=64, shuffle=True)"
+    shuffled = "in loader:"
     assert shuffled in text
-    orders = [SampleOrder(1000, seed=0).indices(epoch, 0, 1000).tolist() for epoch in range(5)]
-    ordered = "data.DataLoader(data.Subset(dataset, ORDERS[epoch]), batch_size=64)"
+    orders = [SampleOrder(1200, seed=0).indices(epoch, 0, 1200).tolist() for epoch in range(5)]
+    ordered = "in DataLoader(torch.utils.data.Subset(dataset, ORDERS[epoch]), batch_size=64):"
     serial = tmp_path / "serial.py"
     serial.write_text(f"ORDERS = {orders}\n{text.replace(shuffled, ordered)}", encoding="utf-8")
     expected = losses("python serial.py", tmp_path)

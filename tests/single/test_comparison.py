@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from headway.api.verification import EquivalenceResult, VerificationResult
 from headway.verification.compare import compare
 from headway.verification.recording import Recording
 from headway.verification.serial_run import perturb
@@ -102,3 +103,17 @@ def test_every_draw_is_another_one():
 def test_what_rounding_becomes_is_never_much():
     first = compare(recorded(1.0), recorded(1.01), perturbed=[recorded(1.5)]).first
     assert first is not None
+
+
+def test_a_verdict_prints_as_a_sentence(gradients):
+    """Not as all its tensors, by which a notebook's cell would end."""
+    exact, _ = gradients
+    found = one_step(exact)
+    same = EquivalenceResult(processes=2, comparison=compare(found, found), seconds=1.0)
+    other = EquivalenceResult(
+        processes=2, comparison=compare(found, one_step(2 * exact)), seconds=1.0
+    )
+    equal = VerificationResult((same,), steps=1)
+    assert str(equal) == repr(equal) == "EQUAL to the serial run (1 step, 2 tensors compared)"
+    said = str(VerificationResult((same, other), steps=1))
+    assert said.startswith("DIFFERENT: the split run is NOT the serial run; first difference: ")

@@ -16,6 +16,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from headway.api.training import default_plan
 from headway.data import Cursor, Loader, as_examples
 from headway.data.order import sampler_seed
 from headway.errors import DataError, RecipeError
@@ -139,6 +140,14 @@ def test_a_loader_states_batch_and_steps():
     assert (recipe.batch, recipe.drop_last, recipe.workers) == (12, True, 1)
     recipe = load_recipe(replace(loader_recipes.weighted(), stop="70 samples"))
     assert stop_steps(recipe, recipe_epoch_length(recipe, training_data(recipe))) == 7
+
+
+def test_an_object_whose_loader_states_the_batch_has_a_plan_before_workers_start():
+    found = default_plan(loader_recipes.by_length(), 2)
+    assert found is not None
+    assert found.batch.samples == 12
+    with pytest.raises(RecipeError, match="batch is missing"):
+        default_plan(plain(Points), 2)
 
 
 def distributed():

@@ -316,9 +316,11 @@ def default_plan(source: RecipeDocument | RecipeReference | Recipe, ranks: int) 
             split=source.split,
         )
     else:
-        from headway.run.step.setup import recipe_plan  # imports torch, as the object has done
+        # They import torch, as the object has done.
+        from headway.run.recipe.training_data import with_loader_batch
+        from headway.run.step.setup import recipe_plan
 
-        made = recipe_plan(source, None, ranks)
+        made = recipe_plan(with_loader_batch(source), None, ranks)
     check_executable(made)
     return made
 

@@ -98,9 +98,9 @@ class EquivalenceResult:
         return "holds" if self.holds else "broken"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class VerificationResult:
-    """The verdict on a recipe.
+    """The verdict on a recipe; printed, or as the last line of a notebook's cell, a sentence.
 
     Attributes:
         runs: One for each number of processes, in the order asked.
@@ -130,6 +130,27 @@ class VerificationResult:
             if _differs(wrong[0].own_precision):
                 raise _broken(wrong[0], wrong[0].own_precision, "in the recipe's own precision")
             raise _not_whole(wrong[0])
+
+    def __repr__(self) -> str:
+        try:
+            self.check()
+        except NotEqual as error:
+            return f"DIFFERENT: {error.what}"
+        made = counted(self.steps, "step")
+        tensors = sum(len(run.comparison.differences) for run in self.runs)
+        if any(run.replay for run in self.runs):
+            replayed = sum(len(run.replay.differences) for run in self.runs if run.replay)
+            return (
+                "INEXACT by its plan, and its law holds: without compression EQUAL to the serial "
+                f"run ({made}, {tensors} tensors), with it equal to a replay in one process "
+                f"({replayed} gradients, sums, residuals and updates)"
+            )
+        if any(run.delayed for run in self.runs):
+            return (
+                f"INEXACT by its plan, and its law holds ({made}, {tensors} tensors equal to "
+                "those of one process that makes the same delayed updates)"
+            )
+        return f"EQUAL to the serial run ({made}, {tensors} tensors compared)"
 
 
 @checks_keywords

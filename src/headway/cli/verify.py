@@ -6,7 +6,6 @@ all of them hold.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +15,7 @@ from headway.api.verification import PROCESSES, STEPS, EquivalenceResult, verdic
 from headway.api.verification import verify as verify_recipe
 from headway.cli.terminal.console import say, say_json
 from headway.errors import UsageError
-from headway.units import counted, format_seconds
+from headway.units import format_seconds
 
 
 def verify(
@@ -87,26 +86,8 @@ def verify(
     # After the output, because it raises where the verdict does not hold.
     result.check()
     if not json:
-        say(_verdict_line(result.runs, result.steps))
+        say(repr(result))
     return 0
-
-
-def _verdict_line(runs: Sequence[EquivalenceResult], steps: int) -> str:
-    made = counted(steps, "step")
-    tensors = sum(len(run.comparison.differences) for run in runs)
-    if any(run.replay for run in runs):
-        replayed = sum(len(run.replay.differences) for run in runs if run.replay)
-        return (
-            f"INEXACT by its plan, and its law holds: without compression EQUAL to the serial run "
-            f"({made}, {tensors} tensors), with it equal to a replay in one process "
-            f"({replayed} gradients, sums, residuals and updates)"
-        )
-    if any(run.delayed for run in runs):
-        return (
-            f"INEXACT by its plan, and its law holds ({made}, {tensors} tensors equal to "
-            "those of one process that makes the same delayed updates)"
-        )
-    return f"EQUAL to the serial run ({made}, {tensors} tensors compared)"
 
 
 def _process_counts(text: str) -> list[int]:
