@@ -84,6 +84,18 @@ def test_the_largest_error_of_several_draws_is_allowed():
     assert compare(recorded(1.0), off, perturbed=[lucky, usual]).equal
 
 
+def test_what_rounding_makes_of_a_gradient_it_may_make_of_the_step():
+    """Adam divides by a gradient that is small beside the others of its tensor."""
+    gradient = torch.linspace(-1.0, 1.0, SIZE, dtype=torch.float64)
+    gradient[7] = 1e-6
+    off = gradient.clone()
+    off[7] += 1e-11
+    serial, split = one_step(gradient), one_step(off)
+    perturbed = one_step(gradient + 2e-12 * gradient.roll(1).sign())
+    assert not compare(serial, split).equal
+    assert compare(serial, split, perturbed=[perturbed]).equal
+
+
 def test_a_small_first_difference_is_measured_though_a_larger_one_follows():
     comparison = compare(recorded(1.0), recorded(1.0 + 1e-10, rate=1.1))
     assert comparison.may_be_rounding

@@ -125,14 +125,15 @@ def compare(
         perturbed: The same run from initial parameters that are off by rounding, several times.
     """
     scales = _scales(serial)
-    slack = _slack(serial, split, scales)
+    noise = _noise([compare(serial, run) for run in perturbed], tolerance)
+    slack = _slack(serial, split, scales, noise)
     # A tensor that only the split run has is a difference, too.
     extra = [key for key in [*split.order, *split.apart] if key not in serial.tensors]
     order = sorted([*_made(serial, split), *dict.fromkeys(extra)], key=_rank_of)
     return Comparison(
         tuple(_one(key, serial, split, scales, slack.get(key)) for key in order),
         tolerance,
-        _noise([compare(serial, run) for run in perturbed], tolerance),
+        noise,
     )
 
 
@@ -214,7 +215,10 @@ def _scales(recording: Recording) -> dict[tuple[str, str], float]:
 
 
 def _slack(
-    serial: Recording, split: Recording, scales: dict[tuple[str, str], float]
+    serial: Recording,
+    split: Recording,
+    scales: dict[tuple[str, str], float],
+    noise: Mapping[tuple[int, str, str], float],
 ) -> dict[str, Tensor]:
     """Key of a parameter -> how far its elements may be apart for the sake of their gradients.
 
@@ -232,7 +236,8 @@ def _slack(
         gradient = serial.tensors.get(f"{step}/gradient/{name}")
         if gradient is not None and gradient.numel():
             size = gradient.double().abs()
-            allowed = TOLERANCE * max(float(size.max()), FLOOR * scales[step, "gradient"])
+            relative = max(TOLERANCE, noise.get((int(step), "gradient", ""), 0.0))
+            allowed = relative * max(float(size.max()), FLOOR * scales[step, "gradient"])
             other = split.tensors.get(f"{step}/gradient/{name}")
             zero = size == 0
             if other is not None and other.shape == size.shape:
