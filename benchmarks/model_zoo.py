@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 from headway import Recipe
 
 SAMPLES = 64
+BATCH = 8
 VOCABULARY = 64
 LENGTH = 12
 
@@ -78,7 +79,7 @@ def add(
             data=lambda: Drawn(draw),
             loss=loss,
             optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3),
-            batch="8 samples",
+            batch=f"{BATCH} samples",
             stop="2 steps",
         )
 
@@ -277,17 +278,25 @@ def declare_torchvision_operators() -> None:
 _KEPT: list[Any] = []  # a library takes its definitions with it
 
 
-def of_torchvision(name: str, **settings: Any) -> None:
+# With batch normalisation a cell's plan sees the global batch at once, as the serial run does.
+WHOLE_BATCH: Mapping[str, tuple[str, ...]] = {
+    "data": ("norm=global",), "ZeRO": ("norm=global",), "stages": (f"microbatch={BATCH}",),
+}  # fmt: skip
+
+
+def of_torchvision(name: str, cells: Mapping[str, tuple[str, ...]], **settings: Any) -> None:
     def model() -> nn.Module:
         declare_torchvision_operators()
         models = importlib.import_module("torchvision.models")
         built: nn.Module = getattr(models, name)(num_classes=2, **settings)
         return built
 
-    add(name, "torchvision", model, pictures, classification)
+    add(name, "torchvision", model, pictures, classification, **cells)
 
 
-def of_timm(name: str, architecture: str, **settings: Any) -> None:
+def of_timm(
+    name: str, architecture: str, cells: Mapping[str, tuple[str, ...]], **settings: Any
+) -> None:
     def model() -> nn.Module:
         declare_torchvision_operators()
         built: nn.Module = importlib.import_module("timm").create_model(
@@ -295,25 +304,25 @@ def of_timm(name: str, architecture: str, **settings: Any) -> None:
         )
         return built
 
-    add(name, "timm", model, pictures, classification)
+    add(name, "timm", model, pictures, classification, **cells)
 
 
-of_torchvision("resnet18")
-of_torchvision("mobilenet_v3_small")
-of_torchvision("squeezenet1_1")
-of_torchvision("efficientnet_b0")
+of_torchvision("resnet18", WHOLE_BATCH)
+of_torchvision("mobilenet_v3_small", WHOLE_BATCH)
+of_torchvision("squeezenet1_1", {})
+of_torchvision("efficientnet_b0", WHOLE_BATCH)
 of_timm(
-    "vit_timm", "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=4,
+    "vit_timm", "vit_tiny_patch16_224", {}, img_size=32, patch_size=8, embed_dim=32, depth=4,
     num_heads=4,
 )  # fmt: skip
-of_timm("mobilevit", "mobilevit_xxs")
-of_timm("convnext", "convnext_atto", depths=(1, 1, 2, 1), dims=(8, 16, 24, 32))
-of_timm("regnet", "regnetx_002")
+of_timm("mobilevit", "mobilevit_xxs", WHOLE_BATCH)
+of_timm("convnext", "convnext_atto", {}, depths=(1, 1, 2, 1), dims=(8, 16, 24, 32))
+of_timm("regnet", "regnetx_002", WHOLE_BATCH)
 of_timm(
-    "swin", "swin_tiny_patch4_window7_224", img_size=32, patch_size=2, window_size=4, embed_dim=16,
-    depths=(2, 2), num_heads=(2, 4),
+    "swin", "swin_tiny_patch4_window7_224", {}, img_size=32, patch_size=2, window_size=4,
+    embed_dim=16, depths=(2, 2), num_heads=(2, 4),
 )  # fmt: skip
-of_timm("densenet", "densenet121", growth_rate=8, block_config=(2, 2, 2))
+of_timm("densenet", "densenet121", WHOLE_BATCH, growth_rate=8, block_config=(2, 2, 2))
 
 
 # -- own: as users write theirs -------------------------------------------------------------------

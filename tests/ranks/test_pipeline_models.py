@@ -8,7 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import TensorDataset
 
+import headway
+from headway import Recipe
+from headway.errors import PlanError
 from headway.parallel import cut
 from headway.schedule.generators.registry import make_schedule
 from headway.schedule.lowering import lower
@@ -318,3 +322,48 @@ def test_evaluation_runs_the_forwards_in_eval_mode(world):
         assert losses == (expected if world.rank == 1 else {})
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
     assert all(p.grad is None for p in model.parameters())
+
+
+class Tagger(nn.Module):
+    """Recurrent layers over packed sequences, of which each micro-batch has other lengths."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(20, 6)
+        self.lower = nn.LSTM(6, 5, batch_first=True)
+        self.upper = nn.LSTM(5, 5, batch_first=True)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, ids, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(
+            self.embedding(ids), lengths, batch_first=True, enforce_sorted=False
+        )
+        packed, _ = self.upper(self.lower(packed)[0])
+        padded, _ = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True, total_length=7)
+        return self.head(padded)
+
+
+def tagged():
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 20, (24, 7), generator=draw)
+    lengths = torch.randint(1, 8, (24,), generator=draw)
+
+    def loss(model, batch):
+        inside = torch.arange(7) < batch[1][:, None]
+        scores = model(*batch)[inside]
+        return nn.functional.cross_entropy(scores, batch[0][inside] % 3, reduction="sum"), (
+            inside.sum()
+        )
+
+    return Recipe(
+        name="tagged", model=Tagger, data=lambda: TensorDataset(ids, lengths), loss=loss,
+        optimizer=torch.optim.Adam, batch=12, microbatch=3, stop=4,
+    )  # fmt: skip
+
+
+def test_packed_sequences_stay_within_a_stage():
+    (run,) = headway.verify(f"{__name__}:tagged", processes=2, steps=2, overrides=["stages=2"]).runs
+    assert run.holds, run.comparison.first
+    batch = tuple(tensor[:3] for tensor in tagged().data().tensors)
+    with pytest.raises(PlanError, match="a packed sequence would be sent to upper"):
+        cut(Tagger(), tagged().loss, batch, at=["upper"])

@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from typing import Any, Literal
@@ -25,6 +25,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
+from torch.utils._pytree import tree_leaves
 
 from headway.documents import nearest
 from headway.errors import PlanError
@@ -119,13 +121,44 @@ class ModelUnit:
 def cut_units(trace: Trace) -> list[ModelUnit]:
     """The units of a traced model, in the order of execution."""
     names = node_labels(trace)
+    packed = _packed_between(trace)
     units: list[ModelUnit] = []
     for number, node in enumerate(trace.graph.nodes):
         held = tensors_used(trace, attributes_used(node), "parameters")
-        if held:
-            size = sum(parameter.numel() for parameter in held.values())
+        if not held:
+            continue
+        size = sum(parameter.numel() for parameter in held.values())
+        if number in packed and units:
+            units[-1] = replace(units[-1], parameters=units[-1].parameters + size)
+        else:
             units.append(ModelUnit(names[number], number if units else 0, size))
     return units
+
+
+def _packed_between(trace: Trace) -> set[int]:
+    """Numbers of nodes before which no stage can begin: a packed sequence would be sent there.
+
+    Its size depends on the lengths of the sequences, which differ from micro-batch to micro-batch.
+    """
+    numbers = {node: number for number, node in enumerate(trace.graph.nodes)}
+    found, packed = set[int](), set[fx.Node]()
+    for node, number in numbers.items():
+        if node.target not in _PACKING and packed.isdisjoint(node.all_input_nodes):
+            continue
+        with trace.examples.opened():
+            leaves = tree_leaves(trace.examples.value(node), _is_packed)
+        if any(map(_is_packed, leaves)):
+            packed.add(node)
+            last = max((numbers[user] for user in node.users), default=number)
+            found.update(range(number + 1, last + 1))
+    return found
+
+
+_PACKING = (pack_padded_sequence, pack_sequence)
+
+
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, PackedSequence)
 
 
 def node_labels(trace: Trace) -> dict[int, str]:
@@ -226,9 +259,10 @@ def cut_at(trace: Trace, patterns: Sequence[str]) -> list[int]:
             the second call of a module.
 
     Raises:
-        PlanError: No call matches a pattern, or one comes before that of the pattern before it.
+        PlanError: No call matches a pattern, or one comes before that of the pattern before it, or
+            a packed sequence would have to be sent.
     """
-    names = node_labels(trace)
+    names, packed = node_labels(trace), _packed_between(trace)
     starts, problems = [0], []
     # A pattern that matches the first call of all would leave the first stage empty.
     before = min(names, default=0)
@@ -239,6 +273,10 @@ def cut_at(trace: Trace, patterns: Sequence[str]) -> list[int]:
             problems.append(f"the model's forward calls no module {pattern}{close}")
         elif found <= before:
             problems.append(f"{pattern} is called before, or together with, the stage before it")
+        elif found in packed:
+            problems.append(
+                f"a packed sequence would be sent to {pattern}, and its size depends on the lengths"
+            )
         else:
             starts.append(found)
             before = found

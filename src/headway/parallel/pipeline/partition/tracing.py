@@ -27,6 +27,7 @@ import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 from torch.fx.proxy import Attribute
+from torch.nn.utils import rnn
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 
 from headway.errors import PlanError, RunError
@@ -269,6 +270,10 @@ _FACTORY_FUNCTIONS = (
     torch.randint, torch.randn, torch.randperm, torch.tensor, torch.zeros, torch.finfo, torch.iinfo,
 )  # fmt: skip
 """They make something of sizes and types, and do not ask whether these are values of a graph."""
+_PACKING_FUNCTIONS = (
+    rnn.pack_padded_sequence, rnn.pad_packed_sequence, rnn.pack_sequence, rnn.pad_sequence,
+)  # fmt: skip
+"""Called whole: torch ends the process where what they call inside gets values of a graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,10 +464,14 @@ class _Tracer(fx.Tracer):
         self, model: nn.Module, call: ModelCall, is_leaf: IsLeaf, examples: ExampleValues
     ) -> None:
         super().__init__(
-            autowrap_functions=(torch.utils.checkpoint.checkpoint, *_FACTORY_FUNCTIONS)
+            autowrap_functions=(
+                torch.utils.checkpoint.checkpoint,
+                *_PACKING_FUNCTIONS,
+                *_FACTORY_FUNCTIONS,
+            )
         )
         # Not only where they were imported by name: fx has no public way to say so.
-        self._autowrap_search += [torch.utils.checkpoint, torch]
+        self._autowrap_search += [torch.utils.checkpoint, rnn, torch]
         self._call = call
         self._is_leaf = is_leaf
         self._examples = examples
