@@ -1,7 +1,7 @@
 """An image classifier with augmentation and batch normalisation, exact on any number of processes.
 
 python examples/image_classifier.py
-headway verify image_classifier.py:recipe --processes 1,2
+headway verify image_classifier:recipe --processes 1,2     # in this folder
 """
 
 import torch

@@ -22,7 +22,7 @@ trap 'ending=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 restarts=3
 while true; do
   srun --kill-on-bad-exit=1 \
-    headway train image_classifier.py:recipe --directory /shared/runs/shapes --resume &
+    headway train image_classifier:recipe --directory /shared/runs/shapes --resume &
   step=$!
   wait "$step"
   code=$?

@@ -20,6 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 Check = Callable[[Mapping[str, Any]], tuple[Mapping[str, Any], Sequence[str]]]
 """From the arguments that are given to those that are used, and a sentence for each problem."""
+_NOTHING: Mapping[str, str] = {}
 
 
 def checks_keywords(target: F) -> F:
@@ -27,9 +28,15 @@ def checks_keywords(target: F) -> F:
     return _checked(target, UsageError, None)
 
 
-def checks_fields(check: Check, error: type[HeadwayError]) -> Callable[[F], F]:
-    """As `checks_keywords`, with a check of the values; all problems are told together."""
-    return lambda target: _checked(target, error, check)
+def checks_fields(
+    check: Check, error: type[HeadwayError], meant: Mapping[str, str]
+) -> Callable[[F], F]:
+    """As `checks_keywords`, with a check of the values; all problems are told together.
+
+    Args:
+        meant: By names that other libraries have: what to write here.
+    """
+    return lambda target: _checked(target, error, check, meant)
 
 
 def users_line() -> str:
@@ -49,7 +56,9 @@ def told_together(
     return error(what, where=where, why="\n  ".join(problems))
 
 
-def _checked(target: F, error: type[HeadwayError], check: Check | None) -> F:
+def _checked(
+    target: F, error: type[HeadwayError], check: Check | None, meant: Mapping[str, str] = _NOTHING
+) -> F:
     kind = isinstance(target, type)
     called: Callable[..., Any] = vars(target)["__init__"] if kind else target
     signature = inspect.signature(target)
@@ -59,7 +68,7 @@ def _checked(target: F, error: type[HeadwayError], check: Check | None) -> F:
     def call(*values: Any, **named: Any) -> Any:
         if check is not None:
             accepted, wrong = check(named)
-            problems = [*_mistakes(signature, values[kind:], named), *wrong]
+            problems = [*_mistakes(signature, values[kind:], named, meant), *wrong]
             if problems:
                 raise told_together(name, problems, error)
             return called(*values, **accepted)
@@ -78,7 +87,10 @@ def _checked(target: F, error: type[HeadwayError], check: Check | None) -> F:
 
 
 def _mistakes(
-    signature: inspect.Signature, values: tuple[Any, ...], named: Mapping[str, Any]
+    signature: inspect.Signature,
+    values: tuple[Any, ...],
+    named: Mapping[str, Any],
+    meant: Mapping[str, str] = _NOTHING,
 ) -> list[str]:
     """Unknown, missing and surplus arguments, a sentence each."""
     kinds = inspect.Parameter
@@ -87,7 +99,8 @@ def _mistakes(
     found = []
     if all(p.kind is not kinds.VAR_KEYWORD for p in parameters.values()):
         found = [
-            f"there is no argument {name}{nearest(name, legal)}"
+            f"there is no argument {name}"
+            + (f": write {meant[name]}" if name in meant else nearest(name, legal))
             for name in named
             if name not in legal
         ]
@@ -111,9 +124,10 @@ def _mistakes(
     surplus = len(values) > len(by_position)
     if surplus and all(p.kind is not kinds.VAR_POSITIONAL for p in parameters.values()):
         first = next((n for n in legal if n not in {p.name for p in by_position}), "name")
-        found.append(
-            f"at most {len(by_position)} arguments have no name: write {first}=... and so on"
+        nameless = (
+            "1 argument has" if len(by_position) == 1 else f"{len(by_position)} arguments have"
         )
+        found.append(f"at most {nameless} no name: write {first}=... and so on")
     if twice := [name for name in named if name in taken]:
         found.append(f"{', '.join(twice)} is given twice")
     return found

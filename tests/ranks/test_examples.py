@@ -84,8 +84,8 @@ def test_programs_are_short():
 
 def test_every_example_is_in_the_table():
     text = (FOLDER / "README.md").read_text(encoding="utf-8")
-    for path in FOLDER.iterdir():
-        assert path.name == "README.md" or f"`{path.name}" in text, path.name
+    for name in (*(path.name for path in PROGRAMS), NOTEBOOK.name, *WRITTEN):
+        assert f"| `{name}` |" in text, name
 
 
 def test_a_program_without_its_package_says_so(tmp_path):
@@ -151,7 +151,7 @@ WRITTEN = {
         "--write", "kubernetes", "--image", "registry/shapes:1", "--claim", "runs",
     ),
 }  # fmt: skip
-COMMAND = ("image_classifier.py:recipe", "--nodes", "2", "-n", "4", "-d", "/shared/runs/shapes")
+COMMAND = ("image_classifier:recipe", "--nodes", "2", "-n", "4", "-d", "/shared/runs/shapes")
 
 
 @pytest.mark.parametrize("name", WRITTEN)

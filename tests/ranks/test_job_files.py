@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 
+import kubernetes_validate
 import pytest
+import yaml
 
 from support.commands import environment, headway_here, newest_tensors, warm_variables
 from support.patience import patient
@@ -58,8 +60,6 @@ def test_the_slurm_script_is_bash(tmp_path):
 
 
 def test_a_kubernetes_manifest_keeps_its_schema(tmp_path):
-    validate = pytest.importorskip("kubernetes_validate")
-    yaml = pytest.importorskip("yaml")
     words = ("--write", "kubernetes", "-d", "/shared/runs/Points_1", "-n", "4", "--gpus")
     text = written(
         tmp_path, *words, "--image", "a/b:1", "--claim", "runs", "--set", "a='\U0001f600'"
@@ -67,5 +67,5 @@ def test_a_kubernetes_manifest_keeps_its_schema(tmp_path):
     documents = list(yaml.safe_load_all(text))
     assert [document["kind"] for document in documents] == ["Secret", "Service", "Job"]
     for document in documents:
-        validate.validate(document, "1.31", strict=True)
+        kubernetes_validate.validate(document, "1.31", strict=True)
     assert "'\U0001f600'" in text.replace("'\"'\"'", "'")

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
 
+from headway.api.verification import verify
 from headway.comm.algorithms.method import AllReduce
 from headway.comm.exchange.gradient_exchange import GradientExchange, StepExchange
 from headway.comm.lanes.buckets import Bucket
@@ -23,6 +26,7 @@ from headway.run import executor as executor_module
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
+from headway.run.recipe.recipe import Recipe
 from headway.run.strategy.strategy import Strategy
 from headway.verification.compare import compare
 from headway.verification.distributed_run import record_in_world
@@ -422,3 +426,25 @@ def test_a_pipeline_with_batch_normalisation_equals_the_serial_run_over_its_micr
     assert "equal" in done.out.splitlines()[1]
     assert done.out.splitlines()[1].split()[4] != "-"  # running statistics are among the tensors
     assert headway_here(*words, cwd=tmp_path).code == NotEqual.exit_code
+
+
+def test_own_precision_is_proved_where_nobody_has_set_the_number_of_threads(monkeypatch):
+    """A norm sums its gradient in as many parts as it has threads: as many here as on the ranks."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    draw = torch.Generator().manual_seed(0)
+    samples = torch.randn(200, 64, 32, generator=draw)
+    recipe = Recipe(
+        name="norm",
+        model=lambda: nn.Sequential(
+            nn.Linear(32, 64), nn.LayerNorm(64), nn.AdaptiveAvgPool2d((1, 64)), nn.Flatten(),
+            nn.Linear(64, 2),
+        ),
+        data=TensorDataset(samples, torch.randint(0, 2, (200,), generator=draw)),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.AdamW,
+        batch=50,
+        stop=4,
+    )  # fmt: skip
+    (run,) = verify(recipe, processes=2).runs
+    assert run.own_precision is not None
+    assert run.own_precision.equal, run.own_precision.wrong

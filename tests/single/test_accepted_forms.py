@@ -105,6 +105,8 @@ MISTAKES = {
         "write exchange=ExchangePlan(compress='fp16')",
     ),
     "a misspelt field": ({"optimiser": SGD}, "there is no argument optimiser; did you mean optim"),
+    "epochs": ({"epochs": 3}, 'there is no argument epochs: write stop="3 epochs"'),
+    "a rate": ({"lr": 0.1}, "argument lr: write optimizer=lambda model: torch.optim.AdamW(model"),
     "a misspelt unit": ({"batch": "64 sampels"}, 'for example "64 samples"'),
     "a precision of another library": ({"precision": "fp16"}, "'float32', 'float64' or 'bfloat16'"),
     "a number that is none": ({"clip": 0}, "clip: 0 is not a number greater than 0"),
@@ -129,6 +131,20 @@ def test_all_mistakes_of_a_recipe_are_told_together():
     assert told == [
         "there is no argument stopp; did you mean stop?", "model", "data", "optimizer", "batch",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ((X, Y), "data: a tuple does not say what a sample is: return torch.utils.data.TensorData"),
+        ({"train": [1]}, "data: a dict is not a data set: return data['train'] if"),
+    ],
+)
+def test_a_function_that_returns_bare_tensors_or_parts_is_told_as_they_are(returned, said):
+    with pytest.raises(headway.RecipeError) as refused:
+        make(data=lambda: returned).data()
+    assert said in refused.value.what
+    assert "test_accepted_forms.py" in refused.value.where
 
 
 def test_missing_fields_are_named_together():
@@ -175,7 +191,11 @@ def target_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square().mean()
 
 
-@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.functional.mse_loss, target_loss])
+def scores_loss(scores: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    return (scores - wanted).square().mean()
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.functional.mse_loss, target_loss, scores_loss])
 def test_a_criterion_is_a_loss(loss):
     model = nn.Linear(4, 2)
     found = make(loss=loss).loss(model, (X, Y))
@@ -204,6 +224,18 @@ def recipe(outside=False, seed=0):
         optimizer=torch.optim.AdamW, batch=4, stop=2,
     )
 """
+
+
+def test_a_module_may_hold_the_recipe_itself(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "held.py").write_text(IN_FUNCTION + "\nheld = recipe()\nother = 3\n")
+    assert load_recipe("held:held", ["stop=5"]).stop == 5
+    with pytest.raises(headway.RecipeError) as refused:
+        load_recipe("held:held", ["arguments.outside=true"])
+    assert "It takes no arguments" in refused.value.fix
+    with pytest.raises(headway.RecipeError, match="other is an int, not a function") as refused:
+        load_recipe("held:other")
+    assert "return headway.Recipe(" in refused.value.fix
 
 
 @pytest.mark.parametrize("outside", ["true", "false"])
@@ -247,6 +279,10 @@ CALLS = {
     ),
     "an exchange of a class": (lambda: headway.Exchange(BUILT, SGD), "write torch.optim.SGD("),
     "a function for a recipe": (lambda: headway.train(make), "make is not a recipe: write make()"),
+    "processes in quotes": (
+        lambda: headway.train(make(), processes="2"),
+        "processes='2' is not a whole number: write processes=2",
+    ),
     "a model for a recipe": (lambda: headway.verify(BUILT), "a Linear is not a recipe: write head"),
 }
 
@@ -263,6 +299,20 @@ def test_a_mistake_in_a_call_is_one_sentence_with_what_to_write(mistake):
         call()
     assert said in refused.value.what
     assert refused.value.where.startswith(__file__)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_loss_without_a_parameter_to_train_is_told_before_backward(trained):
+    """Detached, or of a frozen model."""
+    model = nn.Linear(4, 2).requires_grad_(trained)
+    run = executor(
+        model=model,
+        optimizer=SGD(model.parameters(), lr=0.1),
+        loss=lambda model, batch: model(batch[0]).detach().mean(),
+    )
+    batch = next(iter(run.batches(TensorDataset(X, Y))))
+    with pytest.raises(headway.RecipeError, match="no parameter that is trained"):
+        run.step(batch)
 
 
 def named_arguments(name: str) -> list[str]:

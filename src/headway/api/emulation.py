@@ -15,6 +15,7 @@ from pathlib import Path
 
 from headway.cluster import Cluster, CutLink, Fault, parse_fault, read_cluster
 from headway.errors import UsageError
+from headway.keywords import users_line
 from headway.launch.emulation import (
     ROOT_ADVICE,
     EmulatedCluster,
@@ -128,6 +129,10 @@ def count_ranks(
     Raises:
         UsageError: Fewer than one, or another number than cluster or world have.
     """
+    if not isinstance(processes, int | None):
+        raise UsageError(
+            f"processes={processes!r} is not a whole number: write processes=2", where=users_line()
+        )
     if processes is not None and processes < 1:
         raise UsageError(f"--processes {processes}: at least 1")
     # Always an emulated one, which beside another launcher's world has been refused.

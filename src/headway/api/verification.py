@@ -23,7 +23,7 @@ from headway.documents import parse_json, read_text
 from headway.errors import HeadwayError, NotEqual, UsageError, WorkerFailed
 from headway.keywords import checks_keywords
 from headway.launch.forkserver import gc_paused, start_forkserver
-from headway.launch.preflight import check_processes
+from headway.launch.preflight import check_processes, threads_for
 from headway.run.recipe.check import check_recipe
 from headway.units import counted
 
@@ -213,7 +213,7 @@ def verify(
         check_recipe(reference, overrides)
     asked = (processes,) if isinstance(processes, int) else tuple(processes)
     counts = (resolve_plan(plan).ranks,) if plan is not None else asked
-    if not counts or min(counts) < 1:
+    if not counts or not all(isinstance(count, int) and count > 0 for count in counts):
         raise UsageError(
             f"--processes {','.join(map(str, counts))}: not a list of positive numbers",
             fix="Write --processes 1,2,4.",
@@ -492,7 +492,8 @@ def _replayed(job: VerifyJob, run: Path, processes: int) -> Comparison:
     """A run with an inexact exchange against what one process makes of it."""
     from headway.verification.replay import record_replay
 
-    _start(partial(record_replay, ranks=processes), job, run, 1)
+    # In the recipe's own precision sums are rounded as the ranks' threads split them.
+    _start(partial(record_replay, ranks=processes), job, run, 1, threads=threads_for(processes))
     return _compared_replay(run)
 
 
@@ -516,7 +517,13 @@ def _delayed_reference(job: VerifyJob, split: Path, processes: int) -> Recording
     return Recording.load(target)
 
 
-def _start(entry: Callable[..., None], job: VerifyJob, target: Path, processes: int) -> None:
+def _start(
+    entry: Callable[..., None],
+    job: VerifyJob,
+    target: Path,
+    processes: int,
+    threads: int | None = None,
+) -> None:
     from headway.launch.local import launch_local
     from headway.launch.restart_policy import RestartPolicy
 
@@ -525,6 +532,7 @@ def _start(entry: Callable[..., None], job: VerifyJob, target: Path, processes: 
         (job, target),
         processes=processes,
         directory=target.parent,
+        threads=threads,
         # No second attempt: a recording of two lives would prove nothing.
         policy=RestartPolicy(limit=0),
     )

@@ -41,7 +41,7 @@ from headway.run.distributed.process_groups import global_norm
 from headway.run.distributed.world import World
 from headway.run.pipeline.step import check_last_batch
 from headway.run.recipe.accepted_forms import with_article
-from headway.run.recipe.recipe import Loss, Metrics, metric_sums, sum_and_count
+from headway.run.recipe.recipe import Loss, Metrics, check_trains, metric_sums, sum_and_count
 from headway.run.recipe.schema import Precision
 from headway.run.step.batch import (
     PaddingBatch,
@@ -683,6 +683,7 @@ class Executor:
 
     def _backward(self, instruction: Instruction) -> None:
         loss = self._loss_of.pop(instruction.microbatch or 0)
+        check_trains(loss)
         recomputes = self._sites is not None and self._sites.in_backward
         with (
             self.strategy.context.exchanging(),

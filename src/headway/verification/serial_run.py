@@ -31,7 +31,7 @@ from headway.plans import BatchSplit
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.recipe.batch_units import resolve_batch, stop_steps
 from headway.run.recipe.factory import load_recipe
-from headway.run.recipe.recipe import Recipe
+from headway.run.recipe.recipe import Recipe, check_trains
 from headway.run.recipe.training_data import (
     recipe_epoch_length,
     training_data,
@@ -311,6 +311,7 @@ def gradients_of(
             with arithmetic(recipe):
                 value = recipe.loss(model, loss_inputs(micro, recipe))
             total, count = loss_sum(value, len(micro.positions))
+            check_trains(total)
             (total / samples).backward()
         sums, counts = sums + float(total.detach()), counts + float(count)
     return sums, counts

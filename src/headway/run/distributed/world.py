@@ -623,7 +623,7 @@ def _device(place: LaunchEnv, wish: str) -> torch.device:
     if wish == "auto":
         return torch.device("cpu")
     raise UsageError(
-        f"{place.local_ranks} ranks on this machine need as many GPUs; torch sees {found}",
+        f"each of {place.local_ranks} on this machine needs a GPU of its own; torch sees {found}",
         where=f"rank {place.rank}",
         fix="Start fewer processes, or use --device cpu.",
     )

@@ -91,6 +91,27 @@ class GivenExamples(Factory):
 
 
 @dataclass(frozen=True)
+class CheckedExamples(Factory):
+    """The user's factory of examples."""
+
+    function: Callable[[], Any]
+    field: str
+
+    def __call__(self) -> Any:
+        examples = self.function()
+        try:
+            _check_samples(examples, "return ")
+        except ValueError as error:
+            raise RecipeError(
+                f"{self.field}: {error}", where=user_line(_inner(self.function)) or self.field
+            ) from None
+        return examples
+
+    def __str__(self) -> str:
+        return describe_value(self.function)
+
+
+@dataclass(frozen=True)
 class OfParameters(Factory):
     """An optimiser class, or a partial of one: called with the model's parameters."""
 
@@ -187,24 +208,33 @@ def as_data(value: Any, field: str = "data") -> Callable[[], Any]:
     """
     if isinstance(value, Factory):
         return cast("Callable[[], Any]", value)
+    _check_samples(value, f"write {field}=")
+    function = isinstance(value, type) or inspect.isroutine(value)
+    if not function and (isinstance(value, Dataset) or _has_items(value)):
+        return GivenExamples(value)
+    _check_call(field, value, 0)
+    return CheckedExamples(value, field)
+
+
+def _check_samples(value: Any, advice: str) -> None:
+    """ValueError where bare tensors or a table of parts stand for a data set.
+
+    Args:
+        advice: What stands before the right expression.
+    """
     tensors = value if isinstance(value, tuple) else (value,)
     if tensors and all(isinstance(item, Tensor) for item in tensors):
         written = "x" if len(tensors) == 1 else ", ".join("xyzuvw"[: len(tensors)])
         raise ValueError(
             f"{with_article(value)} does not say what a sample is: "
-            f"write {field}=torch.utils.data.TensorDataset({written})"
+            f"{advice}torch.utils.data.TensorDataset({written})"
         )
     if isinstance(value, dict):
         first = next(iter(value), "train")
         raise ValueError(
-            f"{with_article(value)} is not a data set: write {field}=data[{str(first)!r}] if these "
+            f"{with_article(value)} is not a data set: {advice}data[{str(first)!r}] if these "
             "are its parts, else a Dataset of samples"
         )
-    function = isinstance(value, type) or inspect.isroutine(value)
-    if not function and (isinstance(value, Dataset) or _has_items(value)):
-        return GivenExamples(value)
-    _check_call(field, value, 0)
-    return cast("Callable[[], Any]", value)
 
 
 def as_loss(value: Any) -> Any:
@@ -252,7 +282,7 @@ def _is_criterion(value: Any) -> bool:
     if module == functional.__name__ or (isinstance(value, nn.Module) and _is_of_torch(module)):
         return True
     first, second, *_ = [*_names(value.forward if isinstance(value, nn.Module) else value), "", ""]
-    return second in _TARGETS and first not in _MODELS
+    return first in _OUTPUTS or (second in _TARGETS and first not in _MODELS)
 
 
 def _is_of_torch(module: str) -> bool:
@@ -378,7 +408,19 @@ _CALLED_WITH = {
     "showcase": ("model",),
 }
 _TARGETS = ("target", "targets", "label", "labels", "y_true", "y")
+_OUTPUTS = ("output", "outputs", "out", "pred", "preds", "prediction", "predictions", "logits",
+    "scores", "y_pred", "y_hat")  # fmt: skip
 _MODELS = ("model", "module", "net", "network")
+MEANT = {
+    **dict.fromkeys(("epochs", "num_epochs", "max_epochs"), 'stop="3 epochs"'),
+    **dict.fromkeys(("steps", "max_steps", "num_steps"), 'stop="300 steps"'),
+    **dict.fromkeys(("lr", "learning_rate"), f"optimizer={_EXAMPLES['optimizer']}"),
+    **dict.fromkeys(("criterion", "loss_fn"), "loss=torch.nn.CrossEntropyLoss()"),
+    **dict.fromkeys(("dataset", "dataloader", "train_data", "train_loader"), "data=..."),
+    **dict.fromkeys(("val_data", "val_dataset", "eval_dataset", "val_loader"), "validation=..."),
+    **dict.fromkeys(("processes", "world_size"), "headway.train(recipe, processes=2)"),
+}
+"""What to write for names that other libraries have."""
 
 
 def accept_fields(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

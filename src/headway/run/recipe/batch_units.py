@@ -63,7 +63,9 @@ def steps_per_epoch(recipe: Recipe, length: EpochLength) -> int:
         raise DataError(
             f"the training data has {counted(length, 'sample')}, fewer than one batch of {batch}",
             where=f"recipe {recipe.name}",
-            fix=f'Use more data, or batch = "{max(length, 1)} samples" at most.',
+            fix=f'Use more data, or batch = "{counted(length, "sample")}" at most.'
+            if length
+            else "It is empty: see what its __len__ counts.",
         )
     return length // batch if recipe.drop_last else -(-length // batch)
 

@@ -128,7 +128,17 @@ def _from_function(
     document: RecipeReference, where: str, keys: Mapping[str, tuple[str, ...]]
 ) -> Recipe:
     with _seeded(0):
-        function = _callable(document.recipe, where, "a function that returns a Recipe")
+        function = resolve_reference(document.recipe, where=where)
+    if isinstance(function, Recipe) and not document.arguments:
+        return _with_document(function, document, keys)
+    if not callable(function):
+        raise RecipeError(
+            f"{document.recipe} is {with_article(function)}, not a function that returns a Recipe",
+            where=where,
+            fix="It takes no arguments: set fields of the Recipe, or name a function."
+            if isinstance(function, Recipe)
+            else "Write def recipe(): return headway.Recipe(...), and name it.",
+        )
     with _seeded(document.seed or 0):
         recipe = call_user_function(function, where=where, **document.arguments)
     seed = document.seed if document.seed is not None else getattr(recipe, "seed", 0)

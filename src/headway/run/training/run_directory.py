@@ -119,7 +119,9 @@ def choose_directory(
         raise UsageError(
             f"there can be no such run directory: {error.strerror}",
             where=str(given or RUNS / name),
-            fix="Choose another --directory.",
+            fix="Choose another --directory."
+            if given
+            else "Choose a --directory, or another name of the recipe.",
         ) from None
     return given
 
