@@ -7,7 +7,8 @@
 A cell is a line of the log: two processes, two steps in float64 against the serial run. It says
 "equal" with the largest relative error, "refused" with headway's own error, "DIFFERENT", or, as
 what must not be, "crash" with an exception that is not headway's. "plan" asks for plans on a DGX
-A100 and makes the trial that `headway train` would make of the choice. Each model has a process of
+A100, makes the trial that `headway train` would make of the choice, and runs what is said to run on
+two of its GPUs. Each model has a process of
 its own, which a time limit ends; models whose package is not installed are left out, and said.
 """
 
@@ -40,7 +41,7 @@ def tried(name: str, cell: str) -> dict[str, Any]:
     """One cell of the table."""
     import headway
     import model_zoo
-    from headway.errors import HeadwayError, NotEqual
+    from headway.errors import HeadwayError, NotEqual, WorkerFailed
 
     case = model_zoo.CASES[name]
     begun = time.perf_counter()
@@ -56,7 +57,8 @@ def tried(name: str, cell: str) -> dict[str, Any]:
     except NotEqual as error:
         outcome, said = "DIFFERENT", str(error)
     except HeadwayError as error:
-        refused = error.exit_code == 2
+        # A worker that fell, or an error that nobody has foreseen, is no answer.
+        refused = not isinstance(error, WorkerFailed) and error.code != "HW-9000"
         outcome, said = ("refused" if refused else "crash"), f"{error.code} {error}"
     except Exception as error:
         outcome, said = "crash", f"{type(error).__name__}: {error}"
@@ -66,13 +68,26 @@ def tried(name: str, cell: str) -> dict[str, Any]:
 
 
 def planned(case: Any) -> str:
-    """The plan that is chosen on eight GPUs, in words."""
+    """The plan that is chosen on eight GPUs, in words; of two, each that is said to run runs."""
     import headway
+    from headway.errors import NotEqual
     from headway.planner.search.plan_point import describe_point
 
     found = headway.plan(case.recipe(), "dgx-a100")
     found.plan.check()
-    return describe_point(found.chosen)
+    said = [f"{describe_point(found.chosen)} ({found.runs(found.chosen)})"]
+    pairs = headway.plan(case.recipe(), "dgx-a100", devices=2)
+    for point in pairs.frontier:
+        runs = pairs.runs(point)
+        said.append(f"on two: {describe_point(point)} ({runs})")
+        if runs == "yes":
+            try:
+                plan = pairs.plan_of(point)
+                headway.verify(f"model_zoo:{case.name}", plan=plan, steps=2).check()
+            except NotEqual:  # of batch normalisation over micro-batches; it runs
+                if not case.settings:
+                    raise
+    return "; ".join(said)
 
 
 def of_one_model(name: str, cells: list[str]) -> None:

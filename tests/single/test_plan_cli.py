@@ -93,6 +93,17 @@ def test_a_plan_that_the_executor_cannot_run_is_written_with_a_warning(tmp_path,
         found.save(out)
 
 
+def test_a_tensor_axis_that_splits_nothing_is_not_called_runnable(capsys):
+    words, recipe = ("--devices", "2", "--force", "*=replicate"), "support.recipes:normalised"
+    found = headway.plan(recipe, "p3.16xlarge", devices=2, force=("*=replicate",))
+    axes = [point for point in found.frontier if point.degrees.tensor > 1]
+    assert axes, "the search has no such plan: then there is nothing to see"
+    for point in axes:
+        assert found.runs(point) == "a layer that the tensor axis splits"
+    assert main(["plan", recipe, *CLUSTER, *words]) == 0
+    assert "the tensor axis splits no parameters" in capsys.readouterr().out
+
+
 def test_json_says_all_of_it_and_always_the_same(run):
     words = ("--devices", "1..4", "--json", "--price", "3.6 EUR/h")
     code, shown, _ = run(*words)

@@ -28,7 +28,7 @@ from headway.planner.explain.infeasible import stage_end_modules
 from headway.planner.explain.sources import in_data, kinds, machine_numbers
 from headway.planner.explain.step_parts import fullest_stage_memory, step_parts
 from headway.planner.search.branch_and_bound import PlanSearch, SearchResult
-from headway.planner.search.operator_choices import operator_choices
+from headway.planner.search.operator_choices import operator_choices, splits_parameters
 from headway.planner.search.plan_conversion import missing_in_executor, sample_shares
 from headway.planner.search.plan_point import (
     Point,
@@ -239,7 +239,7 @@ def _split_lines(search: PlanSearch, point: Point) -> Iterator[str]:
     for choice in operator_choices(search.tables_at(point), point):
         if choice.parameters:
             ways.setdefault(choice.how, []).append(choice.module or "(model)")
-    if not any(how.startswith("split") for how in ways):
+    if not splits_parameters(search.tables_at(point), point):
         yield (
             f"the tensor axis splits no parameters: each group of {point.degrees.tensor} "
             "devices does little more than one would; ask for fewer with --devices"

@@ -63,6 +63,12 @@ def operator_choices(tables: SegmentTables, point: Point) -> tuple[OperatorChoic
     return tuple(found)
 
 
+def splits_parameters(tables: SegmentTables, point: Point) -> bool:
+    """Whether the tensor axis splits any: else each group does what one device would."""
+    choices = operator_choices(tables, point)
+    return any(choice.parameters and choice.how.startswith("split") for choice in choices)
+
+
 def _rules(
     tables: SegmentTables, point: Point, stage: PointStage
 ) -> Iterator[tuple[Operator, Rule]]:

@@ -19,7 +19,7 @@ from headway.planner.estimate.stage_cut import LayerUnit, border_name, unit_of_m
 from headway.planner.search.branch_and_bound import PlanSearch, SearchResult
 from headway.planner.search.candidate import PlanCandidate
 from headway.planner.search.device_layout import Combination, DeviceLayout
-from headway.planner.search.operator_choices import unsplittable_operators
+from headway.planner.search.operator_choices import splits_parameters, unsplittable_operators
 from headway.planner.search.plan_point import Point
 from headway.planner.search.request import PlanRequest
 from headway.plans import ExchangePlan, LayerSplit, Plan, pipelined
@@ -38,10 +38,11 @@ def missing_in_executor(search: PlanSearch, point: Point) -> str:
     if point.degrees.tensor > 1 and len(point.amounts) > 1:
         found.append("tensor axis on unequal devices")
     elif point.degrees.tensor > 1:
-        found += [
-            f"a tensor split of {kind}"
-            for kind in unsplittable_operators(search.tables_at(point), point)
-        ]
+        tables = search.tables_at(point)
+        kinds = unsplittable_operators(tables, point)
+        found += [f"a tensor split of {kind}" for kind in kinds]
+        if not kinds and not splits_parameters(tables, point):
+            found.append("a layer that the tensor axis splits")
     return ", ".join(filter(None, found))
 
 
