@@ -17,7 +17,7 @@ from headway.verification.serial_run import record_serial
 from support.ranks import run_ranks
 
 NAMES = ["collated", "weighted", "streamed_loader", "shuffled", "in_order", "seeded"]
-NAMES += ["with_replacement"]
+NAMES += ["with_replacement", "unbounded_dropping", "endless"]
 
 
 def job_of(name: str) -> VerifyJob:
@@ -47,7 +47,7 @@ def keeping(world: Any, names: list[str], folder: str, reverse: bool) -> None:
             (world.directory / name).rename(f"{folder}/{name}.split")
 
 
-QUICK = ["by_length", "streamed"]
+QUICK = ["by_length", "streamed", "unbounded"]
 
 
 @pytest.mark.parametrize("names", [QUICK, pytest.param(NAMES, marks=pytest.mark.slow)])
@@ -64,7 +64,7 @@ def test_a_run_that_orders_its_samples_otherwise_is_not(tmp_path):
 
 def unequal(world: Any) -> list[str]:
     said = []
-    for name in ("unseeded", "split_by_rank"):
+    for name in ("unseeded", "split_by_rank", "other_ends"):
         with pytest.raises(DataError) as caught:
             record_in_world(World.adopt(), job_of(name), world.directory / "none")
         said.append(str(caught.value))
@@ -72,6 +72,7 @@ def unequal(world: Any) -> list[str]:
 
 
 def test_ranks_that_draw_another_order_are_named():
-    for order, first in run_ranks(2, unequal):
+    for order, first, end in run_ranks(2, unequal):
         assert "ranks 0 and 1 do not have the same order of FromTheClock" in order
         assert "ranks 0 and 1 do not have the same first sample of SplitByRank" in first
+        assert "ranks 0 and 1 do not have the same end of OtherEnds" in end

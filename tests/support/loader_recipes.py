@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -160,6 +160,64 @@ def streamed() -> Recipe:
 
 def streamed_loader() -> Recipe:
     return plain(DataLoader(Shards(), batch_size=12, drop_last=True))
+
+
+class Unbounded(IterableDataset[Any]):
+    """Points in another order in each epoch, that do not say how many they are; it remembers where
+    it is, as a stream of Hugging Face."""
+
+    def __init__(self, length: int = 40) -> None:
+        self.length, self.epoch, self.place = length, 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        points, order = Points(self.length), list(range(self.length))
+        random.Random(self.epoch).shuffle(order)
+        while self.place < self.length:
+            self.place += 1
+            yield points[order[self.place - 1]]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        points = Points()
+        yield from (points[i % 40] for i in count())
+
+
+def unbounded() -> Recipe:
+    return plain(Unbounded(), batch=12, validation=Unbounded(16))
+
+
+def unbounded_dropping() -> Recipe:
+    return plain(DataLoader(Unbounded(), batch_size=12, drop_last=True))
+
+
+def endless() -> Recipe:
+    return plain(Endless(), batch=12, stop="90 samples", validation=Shards())
+
+
+def unbounded_samples() -> Recipe:
+    """With ragged batches: 12, 12, 12, 4 and again, which are 8 steps."""
+    return plain(Unbounded(), batch=12, stop="77 samples", validate_every=0, checkpoint_every=5)
+
+
+class OtherEnds(Unbounded):
+    """A stream of which one rank lacks the last sample."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from islice(super().__iter__(), 36 - dist.get_rank())
+
+
+def other_ends() -> Recipe:
+    return plain(OtherEnds(), batch=12)
 
 
 def split_by_rank() -> Recipe:

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from headway.data.source import Collate, DatasetSource, Source, as_source
 from headway.data.stream import StreamSource
-from headway.data.torch_loader import LoaderSource, is_stream
+from headway.data.torch_loader import LoaderSource, is_stream, known_length
 from headway.errors import DataError
 
 EpochLength = int | None | Callable[[int], Sequence[int]]
@@ -21,7 +21,7 @@ def as_examples(given: Any, collate: Collate | None = None) -> Source:
     """What was given as data, as what is read.
 
     Args:
-        given: A `Source`, a map-style data set, a stream with a length, or a torch `DataLoader`,
+        given: A `Source`, a map-style data set, a stream, or a torch `DataLoader`,
             which is taken apart.
         collate: Makes a batch of a list of samples.
 
@@ -48,7 +48,7 @@ def epoch_length(examples: Source, seed: int, batch: int, *, drop_last: bool) ->
     """How long the epochs of a run are."""
     order = examples.order(seed) if isinstance(examples, LoaderSource) else None
     if order is None:
-        return len(examples)
+        return known_length(examples)
     return lambda epoch: order.sizes(epoch, batch, drop_last=drop_last)
 
 

@@ -41,8 +41,7 @@ from headway.data.order import (
 )
 from headway.data.sampler_order import SamplerOrder
 from headway.data.source import SeededSource, Source, reading
-from headway.data.stream import StreamSource
-from headway.data.torch_loader import LoaderSource
+from headway.data.torch_loader import LoaderSource, known_length, stream_of
 from headway.errors import DataError, HeadwayError
 from headway.plans import BatchSplit
 from headway.units import counted
@@ -119,16 +118,16 @@ class MicroBatchReader(Dataset[Any]):
 class InProcessFetcher:
     """Reads each micro-batch when it is asked for."""
 
-    def __init__(self, reader: MicroBatchReader, requests: Iterable[FetchRequest]) -> None:
-        self._items: Iterator[Any] | None = map(reader.read, requests)
+    def __init__(self, reader: MicroBatchReader) -> None:
+        self._reader: MicroBatchReader | None = reader
 
-    def __next__(self) -> Any:
-        if self._items is None:
+    def fetch(self, request: FetchRequest) -> Any:
+        if self._reader is None:
             raise _closed()
-        return next(self._items)
+        return self._reader.read(request)
 
     def close(self) -> None:
-        self._items = None
+        self._reader = None
 
 
 class WorkerFetcher:
@@ -160,7 +159,8 @@ class WorkerFetcher:
         # Before multiprocessing's own exit function, which waits for the workers to end.
         atexit.register(self.close)
 
-    def __next__(self) -> Any:
+    def fetch(self, _: FetchRequest) -> Any:
+        """The next micro-batch: they are asked for in the order of the requests."""
         if self._items is None:
             raise _closed()
         try:
@@ -306,8 +306,9 @@ class Loader:
         workers: Processes that read ahead; 0 reads when a batch is asked for.
         epochs: End before this epoch, counted from the beginning of the run; None: never end.
         limit: Most samples of an epoch, taken from the beginning of the source; None: all.
-        agree: Called by this rank with a fact of an epoch that all ranks must have, and what it is:
-            the order that a sampler has drawn; None: not compared.
+        agree: Called by this rank with a fact that all ranks must have, and what it is: the order
+            that a sampler has drawn, the first sample of a stream, where one without a length
+            ends; None: not compared.
 
     Raises:
         DataError: There are no samples, less than one batch of them, or the cursor lies outside.
@@ -330,10 +331,10 @@ class Loader:
     ) -> None:
         self._drawn: SamplerOrder | None = None
         self._pin = False
-        samples = source.samples if isinstance(source, LoaderSource) else source
-        self._stream = samples if isinstance(samples, StreamSource) else None
+        self._stream = stream_of(source)
         if self._stream is not None:
             shuffle = False
+            self._stream.resume(cursor)
             if workers:
                 raise DataError(
                     f"a stream is read in the rank's own process, and not by {workers} workers",
@@ -345,8 +346,11 @@ class Loader:
             shuffle = shuffle and source.shuffle
         length = checked_length(source, split.samples, limit, drawn=self._drawn is not None)
         self._limit = limit
+        # Of a stream without a length, reading says where an epoch ends.
+        self._order = self._drawn if length is not None else self._stream
+        length = length or 0
         self._batches = GlobalBatches(
-            cursor, length, split.samples, drop_last, epochs, order=self._drawn
+            cursor, length, split.samples, drop_last, epochs, order=self._order
         )
         self._split, self._rank, self._ranks = split, rank, ranks
         self._workers, self._agree = workers, agree
@@ -357,27 +361,48 @@ class Loader:
         self.close()
         fetched = self._current = self._fetched()
         epoch: int | None = None
-        if self._stream is not None and self._agree is not None:
-            self._agree(
-                f"first sample of {type(self._stream.stream).__name__}", self._stream.beginning()
-            )
         try:
             for batch in self._global_batches():
-                if self._drawn and self._agree and batch.start.epoch != epoch:
-                    epoch = batch.start.epoch
-                    self._agree(f"order of {self._drawn.kind}", self._drawn.digest(epoch))
+                self._compare(batch, first=batch.start.epoch != epoch)
+                epoch = batch.start.epoch
+                micros = tuple(
+                    MicroBatch(data=pinned(fetched.fetch(request), self._pin), positions=part)
+                    for part, request in self._requests(batch)
+                )
                 yield RankBatch(
-                    micros=tuple(
-                        MicroBatch(data=pinned(next(fetched), self._pin), positions=part)
-                        for part in self._parts(batch)
-                    ),
+                    micros=micros,
                     samples=batch.count,
                     start=batch.start,
-                    after=batch.after,
+                    after=self._marked(batch.after),
                     passes=self._split.passes(self._ranks, batch.count),
                 )
         finally:
             fetched.close()
+
+    def _compare(self, batch: GlobalBatch, *, first: bool) -> None:
+        """Let the ranks compare what must be the same on all.
+
+        Args:
+            first: It is the first batch of its epoch that is read here.
+        """
+        stream = self._stream
+        if stream is not None:
+            stream.enter(batch.start)
+        if self._agree is None:
+            return
+        if self._drawn and first:
+            self._agree(f"order of {self._drawn.kind}", self._drawn.digest(batch.start.epoch))
+        if stream is not None and first:
+            self._agree(f"first sample of {stream.kind}", stream.fingerprint(batch.start))
+        if stream is not None and self._order is stream:
+            # In each batch: a rank whose stream has ended would make other steps than the others.
+            self._agree(f"end of {stream.kind}", (batch.count, batch.after.epoch))
+
+    def _marked(self, after: Cursor) -> Cursor:
+        """The cursor with the state of the stream, where it has one."""
+        if self._stream is None:
+            return after
+        return replace(after, stream=self._stream.mark(after))
 
     def close(self) -> None:
         """End the iteration that goes on, and its worker processes."""
@@ -392,19 +417,25 @@ class Loader:
         self.close()
 
     def _fetched(self) -> InProcessFetcher | WorkerFetcher:
+        if not self._workers:
+            return InProcessFetcher(self._reader)
         # A second walk over the same batches: the workers run ahead of `__iter__`.
         requests = (
-            FetchRequest(batch.start.epoch, part, self._drawn_at(batch.start.epoch, part))
-            for batch in self._global_batches()
-            for part in self._parts(batch)
+            request for batch in self._global_batches() for _, request in self._requests(batch)
         )
-        if self._workers:
-            return WorkerFetcher(self._reader, requests, self._workers)
-        return InProcessFetcher(self._reader, requests)
+        return WorkerFetcher(self._reader, requests, self._workers)
+
+    def _requests(self, batch: GlobalBatch) -> Iterator[tuple[range, FetchRequest]]:
+        """This rank's micro-batches of a batch: their places, and what is read there."""
+        for part in self._parts(batch):
+            yield (
+                part,
+                FetchRequest(batch.start.epoch, part, self._drawn_at(batch.start.epoch, part)),
+            )
 
     def _global_batches(self) -> Iterator[GlobalBatch]:
-        """All batches; of a drawn order those that begin within the limit."""
-        limited = self._limit is not None and self._drawn is not None
+        """All batches; of an order with batches of its own those that begin within the limit."""
+        limited = self._limit is not None and self._order is not None
         for batch in self._batches:
             if not limited:
                 yield batch
@@ -413,6 +444,8 @@ class Loader:
                 yield replace(batch, count=min(batch.count, left))
 
     def _drawn_at(self, epoch: int, part: range) -> tuple[int, ...] | None:
+        if self._stream is not None:
+            return tuple(part)
         if self._drawn is None:
             return None
         return tuple(self._drawn.indices(epoch, part.start, part.stop).tolist())
@@ -436,8 +469,8 @@ def pinned(data: Any, wanted: bool) -> Any:
 
 def checked_length(
     source: Source, batch: int, limit: int | None = None, *, drawn: bool = False
-) -> int:
-    """Samples of an epoch.
+) -> int | None:
+    """Samples of an epoch; None: not known before it was read.
 
     Args:
         drawn: A sampler decides, so that batches need not be full.
@@ -445,7 +478,10 @@ def checked_length(
     Raises:
         DataError: There are none, or less than one batch of them.
     """
-    length = len(source) if limit is None else min(len(source), limit)
+    known = known_length(source)
+    if known is None:
+        return None
+    length = known if limit is None else min(known, limit)
     if length == 0:
         raise DataError(
             "the data set is empty",

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -122,14 +122,18 @@ class Cursor:
 
     Attributes:
         position: Samples of the epoch already used.
+        stream: The state of a stream at a place before, by which it can skip to this one; see
+            `StreamSource.mark`.
     """
 
     seed: int
     epoch: int = 0
     position: int = 0
+    stream: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
-    def to_dict(self) -> dict[str, int]:
-        return asdict(self)
+    def to_dict(self) -> dict[str, Any]:
+        facts: dict[str, Any] = {name: getattr(self, name) for name in _COUNTS}
+        return facts if self.stream is None else facts | {"stream": dict(self.stream)}
 
     @staticmethod
     def from_dict(facts: Mapping[str, Any]) -> Cursor:
@@ -138,17 +142,19 @@ class Cursor:
         Raises:
             DataError: A key is missing or unknown, or a value is not a count.
         """
-        names = ("seed", "epoch", "position")
         if (
-            set(facts) != set(names)
-            or not all(type(facts[name]) is int for name in names)  # True is no count
+            set(facts) - {"stream"} != set(_COUNTS)
+            or not all(type(facts[name]) is int for name in _COUNTS)  # True is no count
             or min(facts["epoch"], facts["position"]) < 0
         ):
             raise DataError(
                 "not a cursor",
-                why=f"It needs the whole numbers {', '.join(names)} and is {dict(facts)}.",
+                why=f"It needs the whole numbers {', '.join(_COUNTS)} and is {dict(facts)}.",
             )
-        return Cursor(**{name: facts[name] for name in names})
+        return Cursor(**facts)
+
+
+_COUNTS = ("seed", "epoch", "position")
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,18 @@ class LoaderSource:
         )
 
 
+def stream_of(source: Source) -> StreamSource | None:
+    """The stream below what is read, if there is one."""
+    samples = source.samples if isinstance(source, LoaderSource) else source
+    return samples if isinstance(samples, StreamSource) else None
+
+
+def known_length(source: Source) -> int | None:
+    """Samples of an epoch; None: it ends where a stream ends."""
+    stream = stream_of(source)
+    return len(source) if stream is None else stream.length
+
+
 def is_stream(given: Any) -> bool:
     """Whether samples have no numbers, and come one after the other."""
     if isinstance(given, IterableDataset):

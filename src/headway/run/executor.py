@@ -31,6 +31,7 @@ from headway.checkpoint.pretrained import load_weights
 from headway.checkpoint.store import CheckpointStore
 from headway.data import Cursor, Loader, LoaderSource, MicroBatch, RankBatch
 from headway.data.examples import check_batch
+from headway.data.torch_loader import known_length
 from headway.errors import CheckpointMismatch, PlanError, UsageError
 from headway.keywords import checks_keywords, users_line
 from headway.parallel.global_norm import GlobalNorm
@@ -314,8 +315,8 @@ class Executor:
         """This rank's share of every global batch, in an order that depends on the seed alone.
 
         Args:
-            examples: A `Source`, any map-style torch `Dataset`, or a torch `DataLoader`, whose
-                batch must be the global batch; its sampler decides the order.
+            examples: A `Source`, any map-style torch `Dataset`, a stream, or a torch `DataLoader`,
+                whose batch must be the global batch; its sampler decides the order.
             epochs: Passes over the data; None: no end. With a cursor, counted from the beginning of
                 the run, so that a resumed loop ends where it would have ended.
             cursor: Where to begin; by default where `resume` has left off, else at an epoch that no
@@ -341,7 +342,7 @@ class Executor:
             options["workers"] = options.get("workers") or source.workers
         check_batch(source, self.plan.batch.samples, drop_last=bool(options.get("drop_last")))
         if not options.get("drop_last"):
-            check_last_batch(self.plan, len(source))
+            check_last_batch(self.plan, known_length(source))
         options["cursor"] = cursor or Cursor(seed=self.seed, epoch=0, position=0)
         return rank_loader(source, self.plan, self.world, **options)
 
@@ -415,9 +416,10 @@ class Executor:
         """This rank's shares of validation data, the same samples in order each time."""
         plan = self.plan
         source = rank_source(examples, plan, self.world.rank)
-        samples = min(len(source), limit or len(source))
+        known = known_length(source)
+        samples = limit if known is None else min(known, limit or known)
         batch = BatchSplit(
-            samples=min(samples, plan.batch.samples),
+            samples=plan.batch.samples if samples is None else min(samples, plan.batch.samples),
             microbatch=plan.batch.largest(plan.data_degree),
         ).shared_as(plan.batch, plan.data_degree)
         return Loader(

@@ -341,7 +341,7 @@ class RecordedRun:
         """All steps, or until the ranks are apart."""
         run, recipe, job = self._run, self._recipe, self._job
         source = training_data(recipe)
-        cursor = job.start(recipe, reference_epochs(recipe, source).sizes)
+        cursor = job.start(recipe, reference_epochs(recipe, source).sizes_to_the_end)
         with run.loader(source, cursor=cursor, drop_last=recipe.drop_last) as loader:
             # The range first: else zip would read one more batch before it notices the end.
             for step, batch in zip(range(1, job.count(recipe) + 1), loader, strict=False):

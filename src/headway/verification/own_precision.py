@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from headway.data import Cursor, RankBatch
+from headway.data.torch_loader import known_length
 from headway.errors import NotEqual
 from headway.plans import BatchSplit, data_parallel
 from headway.run.distributed.launch_env import LaunchEnv
@@ -51,7 +52,7 @@ def check_own_precision(recipe: Recipe) -> None:
     if recipe.precision == "float64":
         return  # as all else
     source = training_data(recipe)
-    split = BatchSplit(samples=min(SAMPLES, len(source)))
+    split = BatchSplit(samples=min(SAMPLES, known_length(source) or SAMPLES))
     start = Cursor(seed=recipe.seed)
     batches = reference_batches(source, split, 1, start, steps=1, drop_last=False)
     ((batch,),) = batches

@@ -159,7 +159,7 @@ class Replay:
         """All steps that were recorded to their end."""
         recipe, job = self._recipe, self._job
         count, made = job.count(recipe), self._recorded.complete_steps
-        start = job.start(recipe, reference_epochs(recipe, training_data(recipe)).sizes)
+        start = job.start(recipe, reference_epochs(recipe, training_data(recipe)).sizes_to_the_end)
         self.make_steps(start, 1, min(count, made))
         self._compare_checkpoint(min(count, made))
         if made < count and not self._recorded.ended:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from headway.data import Cursor, MicroBatch, RankBatch
+from headway.data.torch_loader import known_length
 from headway.errors import Diverged
 from headway.parallel.stages import ModelStages
 from headway.plans import BatchSplit
@@ -98,14 +99,14 @@ def _record(
     sites: RandomDraws | None = None
     source = training_data(recipe)
     check_source(source)
-    check_orders(len(source), recipe.seed)
+    check_orders(known_length(source) or 0, recipe.seed)
     epochs = reference_epochs(recipe, source)
     _check_recipe(recipe, job, epochs)
     steps = reference_batches(
         source,
         split,
         copies,
-        job.start(recipe, epochs.sizes),
+        job.start(recipe, epochs.sizes_to_the_end),
         steps=job.count(recipe),
         drop_last=recipe.drop_last,
     )
@@ -155,9 +156,10 @@ def _check_recipe(recipe: Recipe, job: VerifyJob, epochs: ReferenceEpochs) -> No
     """What reference and run take from the recipe by the same code."""
     batch, drawn = resolve_batch(recipe), epochs.drawn
     steps: int | None = None
-    if drawn or len(epochs.source) >= batch:
+    length = known_length(epochs.source)
+    if drawn or length is None or length >= batch:
         steps = stop_steps(recipe, recipe_epoch_length(recipe, epochs.source))
-    check_amounts(recipe, epochs.sizes, batch=batch, steps=steps, drawn=drawn)
+    check_amounts(recipe, epochs.counted_sizes, batch=batch, steps=steps, drawn=drawn)
     check_seed(recipe, build_model)
     check_own_precision(load_recipe(job.recipe, job.overrides))
 
@@ -167,8 +169,9 @@ def _validation(recipe: Recipe, model: nn.Module) -> dict[str, float]:
     """The mean loss and metrics over the validation data, in evaluation mode."""
     source = validation_data(recipe)
     check_source(source)
-    samples = min(len(source), recipe.validation_samples or len(source))
-    batch = min(samples, batch_samples(recipe))
+    known, most = known_length(source), recipe.validation_samples
+    samples = most if known is None else min(known, most or known)
+    batch = min(samples or batch_samples(recipe), batch_samples(recipe))
     model.eval()
     found: dict[str, list[tuple[float, float]]] = {}
     for (share,) in reference_batches(

@@ -93,7 +93,7 @@ class SlabStore:
         keep: OwnerPolicy = "recent",
         timeout: float = TIMEOUT_SECONDS,
     ) -> None:
-        self._length = checked_length(source, split.samples)
+        self._length = checked_length(source, split.samples) or 0
         self._batches = GlobalBatches(cursor, self._length, split.samples, drop_last, epochs)
         _check(split, group)
         self._source, self._split, self._group = source, split, group

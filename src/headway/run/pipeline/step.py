@@ -203,13 +203,25 @@ def microbatch_sizes(plan: Plan, samples: int) -> list[list[int]]:
     return sizes
 
 
-def check_last_batch(plan: Plan, length: int) -> None:
+def check_last_batch(plan: Plan, length: int | None) -> None:
     """Check the ragged last batch before the first step, not at the end of the first epoch.
 
+    Args:
+        length: Samples of an epoch; None: it ends where a stream ends.
+
     Raises:
-        PlanError: As `microbatch_sizes`.
+        PlanError: As `microbatch_sizes`, or the last batch is not known.
     """
-    if not plan.flushes and length % plan.batch.samples:
+    if not plan.flushes and length is None:
+        raise PlanError(
+            "the schedule has no flush, and the stream has no length",
+            problems=[
+                "Without a flush all batches have the same micro-batches; how large the last batch "
+                "of an epoch is, is not known."
+            ],
+            fix="Set drop_last, or give data=headway.data.StreamSource(stream, length=...).",
+        )
+    if length is not None and not plan.flushes and length % plan.batch.samples:
         microbatch_sizes(plan, length % plan.batch.samples)
 
 

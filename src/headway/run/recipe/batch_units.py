@@ -56,7 +56,8 @@ def steps_per_epoch(recipe: Recipe, length: EpochLength) -> int:
             "the length of an epoch is not known",
             where=f"recipe {recipe.name}",
             why="The stream has no length: an epoch ends where it ends.",
-            fix='State stop in steps, as in stop = "10000 steps"; or give the stream a __len__.',
+            fix='State stop in steps or samples, as in stop = "10000 steps"; or give '
+            "data=headway.data.StreamSource(stream, length=10_000).",
         )
     batch = resolve_batch(recipe)
     if length < batch:
@@ -74,37 +75,49 @@ def stop_steps(recipe: Recipe, length: EpochLength) -> int:
     """Optimiser steps after which the run is complete.
 
     Samples and tokens are rounded up to whole batches; ragged last batches are counted as what they
-    are, so that the run ends with the first step at which the amount has been consumed.
+    are, so that the run ends with the first step at which the amount has been consumed. Of a stream
+    without a length they are counted as whole ones; see `steps_left`.
 
     Raises:
         RecipeError: The rule is not an amount, or is in tokens of unknown number.
         DataError: The data does not fill one batch.
     """
     amount = _amount(recipe.stop, STOP_UNITS, "stop")
-    if length is None and amount.unit == "steps":
-        return amount.value
     if callable(length) and amount.unit == "epochs":
         return sum(len(length(epoch)) for epoch in range(amount.value))
-    # Of a stream whose length is not known, samples can be counted if no batch is ragged.
-    countable = length is None and recipe.drop_last and amount.unit != "epochs"
-    per_epoch = 0 if countable else steps_per_epoch(recipe, length)
-    batch = resolve_batch(recipe)
-    match amount.unit:
-        case "steps":
-            return amount.value
-        case "epochs":
-            return amount.value * per_epoch
-        case "samples":
-            samples = amount.value
-        case _:
-            samples = -(-amount.value // _tokens_per_sample(recipe, "stop"))
-    if length is None:  # no batch of it is ragged
-        return -(-samples // batch)
+    if length is None and amount.unit != "epochs":
+        return steps_left(recipe, 0) if amount.unit != "steps" else amount.value
+    per_epoch, batch = steps_per_epoch(recipe, length), resolve_batch(recipe)
+    if amount.unit == "steps":
+        return amount.value
+    if amount.unit == "epochs":
+        return amount.value * per_epoch
+    samples = _stop_samples(recipe, amount)
     if callable(length):
         return _steps_until(samples, length)
+    assert length is not None, "the end of a number of epochs"
     consumed = per_epoch * batch if recipe.drop_last else length
     epochs, rest = divmod(samples, consumed)
     return epochs * per_epoch + -(-rest // batch)
+
+
+def counts_samples(recipe: Recipe, length: EpochLength) -> bool:
+    """Whether a run must count its samples to know its end: the ragged batches of a stream without
+    a length are known only when they come."""
+    unit = _amount(recipe.stop, STOP_UNITS, "stop").unit
+    return length is None and unit not in ("steps", "epochs")
+
+
+def steps_left(recipe: Recipe, used: int) -> int:
+    """Steps to the end of a run that has used so many samples, if each of them is a whole batch."""
+    samples = _stop_samples(recipe, _amount(recipe.stop, STOP_UNITS, "stop"))
+    return -(-max(samples - used, 0) // resolve_batch(recipe))
+
+
+def _stop_samples(recipe: Recipe, amount: Amount) -> int:
+    if amount.unit == "samples":
+        return amount.value
+    return -(-amount.value // _tokens_per_sample(recipe, "stop"))
 
 
 def _steps_until(samples: int, batches: Callable[[int], Sequence[int]]) -> int:

@@ -35,7 +35,7 @@ from headway.run.distributed.failure_record import summarize_exception
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World, translate_exception
 from headway.run.executor import Executor, check_metrics
-from headway.run.recipe.batch_units import stop_steps
+from headway.run.recipe.batch_units import counts_samples, steps_left, stop_steps
 from headway.run.recipe.factory import load_recipe
 from headway.run.recipe.training_data import (
     recipe_epoch_length,
@@ -79,6 +79,8 @@ class Training:
         self._directory = RunDirectory(job.directory)
         self._values: dict[str, float] = {}
         self._saved = -1
+        # Samples used so far, where these and no number of steps decide when the run ends.
+        self._used: int | None = None
 
     def run(self) -> TrainingOutcome:
         """Train from the recipe to the last checkpoint."""
@@ -113,7 +115,14 @@ class Training:
         self._build()
         self._cut()
         cursor = self._restore()
-        total = stop_steps(self._recipe, recipe_epoch_length(self._recipe, self._data))
+        length = recipe_epoch_length(self._recipe, self._data)
+        total = stop_steps(self._recipe, length)
+        if counts_samples(self._recipe, length):
+            if self._used is None:  # also of a checkpoint that does not count them
+                self._used = self.executor.steps_done * self._plan.batch.samples
+            total = self.executor.steps_done + steps_left(self._recipe, self._used)
+        else:
+            self._used = None
         self._announce(total)
         self._view = RunView(self.executor, self._directory.path, total)
         loader = self.executor.loader(
@@ -244,6 +253,7 @@ class Training:
                 fix=f"Set seed = {cursor.seed}, or use a new run directory.",
             )
         self.executor.steps_done = self._saved = manifest.step
+        self._used = manifest.facts.get("samples")
         if self._monitor is not None and "monitor" in manifest.facts:
             self._monitor.restore(manifest.facts["monitor"])
             self._pin()
@@ -285,6 +295,9 @@ class Training:
             with self._storing():
                 self._store.check()
             self.step()
+            if self._used is not None:
+                total = run.steps_done + steps_left(recipe, self._used)
+                self._view.steps = total
             if run.steps_done == first:
                 # Only now the optimiser has state, so that the size of a checkpoint is known.
                 tensors, _, holdings = self._contents()
@@ -344,6 +357,8 @@ class Training:
         run.wants_stop = self._stop.requested is not None or self._view.stopping
         run.step(batch)
         self._after = batch.after
+        if self._used is not None:
+            self._used += batch.samples
         remarks = run.strategy.context.remarks
         while remarks:
             self._journal.event("note", step=run.steps_done, text=remarks.pop(0))
@@ -377,6 +392,8 @@ class Training:
         with self._storing():
             tensors, facts, holdings = self._contents()
             facts["cursor"] = self._after.to_dict()
+            if self._used is not None:
+                facts["samples"] = self._used
             receipt = self._store.save(step, tensors, facts, holdings)
         self._journal.span(step, "checkpoint", "checkpoint", "stage the checkpoint", start, time())
         self._journal.event(

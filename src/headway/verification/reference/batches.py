@@ -8,6 +8,7 @@ together are the global batch.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -73,7 +74,7 @@ def reference_batches(
 
 def _count(epochs: ReferenceEpochs, at: Cursor) -> int:
     """Samples of the batch that begins at a cursor."""
-    ends = [*accumulate(epochs.sizes(at.epoch))]
+    ends = [*accumulate(epochs.sizes_around(at))]
     return next(end for end in ends if end > at.position) - at.position
 
 
@@ -81,6 +82,8 @@ def _order(epochs: ReferenceEpochs, epoch: int, *, ordered: bool) -> Sequence[in
     """Which sample stands at each place of an epoch."""
     if epochs.drawn:
         return epochs.samples(epoch)
+    if epochs.endless:
+        return range(sys.maxsize)
     length = len(epochs.source)
     if ordered or not epochs.shuffled:
         return range(length)
@@ -144,4 +147,4 @@ def _shares(split: BatchSplit, copies: int, count: int, place: int) -> list[tupl
 def _read(source: Source, order: Sequence[int], at: Cursor, part: range) -> Any:
     """The samples at some places, each read by itself."""
     indices = [order[place] for place in part]
-    return read_batch(source, indices, seeds_of_samples(at.seed, at.epoch, part))
+    return read_batch(source, indices, seeds_of_samples(at.seed, at.epoch, part), epoch=at.epoch)

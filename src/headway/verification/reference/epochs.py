@@ -21,11 +21,15 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from headway.data import Cursor, LoaderSource, Source, StreamSource
+from headway.data import Cursor, LoaderSource, Source
+from headway.data.torch_loader import known_length, stream_of
 from headway.run.recipe.recipe import Recipe
 from headway.verification.reference.draws import sampler_seed
 from headway.verification.reference.recipes import batch_samples
-from headway.verification.reference.sources import drawing
+from headway.verification.reference.sources import drawing, stream_pass
+
+LOOKED_AT = 1024
+"""Samples within which the end of a stream without a length is looked for."""
 
 
 @dataclass(frozen=True)
@@ -55,29 +59,59 @@ class ReferenceEpochs:
     def shuffled(self) -> bool:
         """Whether it is headway's order that decides, not the samples' own."""
         if not isinstance(self.source, LoaderSource):
-            return not isinstance(self.source, StreamSource)
+            return stream_of(self.source) is None
         return type(self.source.loader.sampler) is RandomSampler
 
     def samples(self, epoch: int) -> list[int]:
         """Of a drawn order the samples of an epoch."""
         return [index for batch in self._drawn(epoch) for index in batch]
 
-    def sizes(self, epoch: int) -> Sequence[int]:
-        """Samples of each batch of an epoch."""
+    @property
+    def endless(self) -> bool:
+        """Whether only reading says where an epoch ends."""
+        return not self.drawn and known_length(self.source) is None
+
+    def sizes(self, epoch: int, *, within: int = LOOKED_AT) -> Sequence[int]:
+        """Samples of each batch of an epoch.
+
+        Args:
+            within: Of a stream without a length so many samples are looked at, no more.
+        """
         if self.drawn and self._makes_batches:
             return [len(batch) for batch in self._drawn(epoch)]
-        length = len(self.samples(epoch)) if self.drawn else len(self.source)
+        length = len(self.samples(epoch)) if self.drawn else self._length(epoch, within)
         whole, rest = divmod(length, self.batch)
         return [self.batch] * whole + [rest] * (rest > 0 and not self.drop_last)
 
     def behind(self, at: Cursor) -> Cursor:
         """Where the batch behind the one that begins at a cursor begins."""
         place = 0
-        for size in self.sizes(at.epoch)[:-1]:
+        for size in self.sizes_around(at)[:-1]:
             place += size
             if place > at.position:
                 return Cursor(seed=at.seed, epoch=at.epoch, position=place)
         return Cursor(seed=at.seed, epoch=at.epoch + 1)
+
+    def sizes_around(self, at: Cursor) -> Sequence[int]:
+        """As `sizes`, as far as the batch that begins at a cursor and the next one."""
+        return self.sizes(at.epoch, within=at.position + 2 * self.batch + 1)
+
+    def sizes_to_the_end(self, epoch: int) -> Sequence[int]:
+        """As `sizes`; nothing where the end of a stream is far."""
+        if self.endless and self._length(epoch, LOOKED_AT + 1) > LOOKED_AT:
+            return []
+        return self.sizes(epoch)
+
+    def counted_sizes(self, epoch: int) -> Sequence[int]:
+        """As `sizes`, by which steps are counted: without a length all batches are whole."""
+        return [self.batch] if self.endless else self.sizes(epoch)
+
+    def _length(self, epoch: int, most: int) -> int:
+        """Samples of an epoch; of a stream without a length at most so many."""
+        stream = stream_of(self.source)
+        if stream is None or stream.length is not None:
+            return len(self.source)
+        return stream_pass(stream, epoch).length(most)
 
     def _drawn(self, epoch: int) -> list[list[int]]:
         assert isinstance(self.source, LoaderSource)

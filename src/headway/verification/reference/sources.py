@@ -6,8 +6,10 @@ of them otherwise is a difference. Sources of the user's own are asked themselve
 
 from __future__ import annotations
 
+import copy
 import importlib
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -19,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import default_collate
 
 from headway.data import (
     ArraySource,
@@ -36,23 +38,32 @@ from headway.data import (
     TensorSource,
     ZarrSlabs,
 )
+from headway.data.stream import as_one_process
+from headway.data.torch_loader import known_length, stream_of
 from headway.errors import NotEqual
 
 
-def read_batch(source: Source, indices: Sequence[int], seeds: Sequence[int]) -> Any:
+def read_batch(
+    source: Source, indices: Sequence[int], seeds: Sequence[int], *, epoch: int = 0
+) -> Any:
     """Samples as one batch, each read by itself.
 
     Args:
         seeds: Of each sample, for what is drawn in it.
+        epoch: Of a stream.
     """
-    below, collate = _data_set(source)
+    below, collate = _data_set(source, epoch)
     if below is not None and collate is not default_collate:
         # Its own collate function sees a batch as a whole: padding, lists, packed sequences.
         joined: Any = collate(
             [_drawn(below, i, seed) for i, seed in zip(indices, seeds, strict=True)]
         )
         return joined
-    singles = [_read_alone(source, i, seed) for i, seed in zip(indices, seeds, strict=True)]
+    drawn = [(i, seed) for i, seed in zip(indices, seeds, strict=True)]
+    if stream_of(source) is None:
+        singles = [_read_alone(source, i, seed) for i, seed in drawn]
+    else:
+        singles = [collate([_drawn(below, i, seed)]) for i, seed in drawn]
     joined = _joined(singles)
     if joined is not None:
         return joined
@@ -63,31 +74,59 @@ def read_batch(source: Source, indices: Sequence[int], seeds: Sequence[int]) -> 
     return _given(source, indices, seeds)
 
 
-def _data_set(source: Source) -> tuple[Any, Any]:
+def _data_set(source: Source, epoch: int) -> tuple[Any, Any]:
     """The data set below a source, and what joins its samples; None: there is none."""
+    stream = stream_of(source)
+    if stream is not None:
+        return stream_pass(stream, epoch), stream.collate
     if type(source) is LoaderSource:
         loader = source.loader
         samples = source.samples
-        if isinstance(samples, StreamSource):
-            return _Numbered(samples.stream), samples.collate
         if isinstance(samples, DatasetSource):
             return loader.dataset, samples.collate
         return loader.dataset, loader.collate_fn
     if type(source) is DatasetSource:
         return source.dataset, source.collate
-    if type(source) is StreamSource:
-        return _Numbered(source.stream), source.collate
     return None, None
 
 
-class _Numbered:
-    """The samples of a stream by number, each read from the beginning on."""
+class StreamPass:
+    """An epoch of a stream by numbers, read by a path of its own: from the beginning on, anew where
+    an earlier sample is asked for."""
 
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
+    def __init__(self, stream: Any, epoch: int) -> None:
+        self._stream, self._epoch = stream, epoch
+        self._samples: Iterator[Any] = iter(())
+        self._place = sys.maxsize
+        self._last: Any = None
 
     def __getitem__(self, index: int) -> Any:
-        return next(islice(self.stream, index, None))
+        with as_one_process():
+            if index < self._place - 1:
+                self._samples, self._place = self._begun(), 0
+            while self._place <= index:
+                self._last = next(self._samples)
+                self._place += 1
+        return self._last
+
+    def length(self, most: int) -> int:
+        """How many samples there are, at most `most`."""
+        with as_one_process():
+            return sum(1 for _ in islice(self._begun(), most))
+
+    def _begun(self) -> Iterator[Any]:
+        # What remembers its place begins at it again: the one that was given is never read.
+        remembers = hasattr(self._stream, "load_state_dict")
+        stream = copy.copy(self._stream) if remembers else self._stream
+        if hasattr(stream, "set_epoch"):
+            stream.set_epoch(self._epoch)
+        return iter(stream)
+
+
+@lru_cache(maxsize=4)
+def stream_pass(source: StreamSource, epoch: int) -> StreamPass:
+    """An epoch of a stream; the last ones are kept, so that batch follows batch."""
+    return StreamPass(source.stream, epoch)
 
 
 def check_source(source: Source) -> None:
@@ -99,11 +138,15 @@ def check_source(source: Source) -> None:
         NotEqual: The number of samples, or a sample, is another one.
     """
     kind = type(source)
-    if kind not in _READERS:
+    if kind not in _READERS and kind is not StreamSource:
         return
-    count = len(source) if kind is StreamSource else _count(source)
+    stream = stream_of(source)
+    if stream is not None and stream.length is None:
+        count = stream_pass(stream, 0).length(2)
+    else:
+        count = len(source) if stream is not None else _count(source)
     # Of a loader a sampler says how many there are in an epoch.
-    if len(source) != count and kind is not LoaderSource:
+    if kind is not LoaderSource and known_length(source) not in (count, None):
         raise NotEqual(
             f"the {kind.__name__} has {len(source)} samples in place of the {count} below it"
         )
@@ -140,15 +183,9 @@ def _of_data_set(source: DatasetSource, index: int, seed: int) -> Any:
 
 def _of_loader(source: LoaderSource, index: int, seed: int) -> Any:
     dataset: Any = source.loader.dataset
-    if isinstance(dataset, IterableDataset):
-        dataset = _Numbered(dataset)
     if isinstance(dataset, Source):
         return _read_alone(dataset, index, seed)
     return default_collate([_drawn(dataset, index, seed)])
-
-
-def _of_stream(source: StreamSource, index: int, seed: int) -> Any:
-    return source.collate([_drawn(_Numbered(source.stream), index, seed)])
 
 
 def _of_tensors(source: TensorSource, index: int, _: int) -> Any:
@@ -217,7 +254,6 @@ _READERS: dict[type, Callable[[Any, int, int], Any]] = {
     SlabSource: _of_slabs,
     CachedSource: _of_cache,
     LoaderSource: _of_loader,
-    StreamSource: _of_stream,
 }
 
 
