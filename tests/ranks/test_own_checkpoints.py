@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +128,76 @@ def test_the_precision_is_that_which_is_asked_for():
         run.step(next(iter(run.batches(data()))))
         assert seen[-1] == dtype
         assert run.plan.memory.precision == precision
+
+
+class Log(list[int]):
+    """What a stream has read, and all copies of it."""
+
+    def __deepcopy__(self, _: Any) -> Log:
+        return self
+
+
+class Waves:
+    """A shuffled stream without a length that remembers its place, and notes what it reads."""
+
+    def __init__(self) -> None:
+        self.epoch, self.place = 0, 0
+        self.places = Log()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.randperm(61, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        while self.place < 61:
+            x = torch.randn(4, generator=torch.Generator().manual_seed(order[self.place]))
+            self.places.append(self.place)
+            self.place += 1
+            yield x, x.sum().sin()[None]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+def stream_until(world: Any, path: Path, killed: int) -> None:
+    run = executor(world.size, world=World.adopt())
+    for batch in run.batches(Waves(), epochs=3):
+        run.step(batch)
+        if run.steps_done == killed:
+            run.save(path)
+            return
+
+
+def stream_on(world: Any, path: Path, killed: int) -> tuple[list[int], dict[str, Tensor]]:
+    run, waves = executor(world.size, world=World.adopt()), Waves()
+    assert run.resume(path) == killed
+    for batch in run.batches(waves, epochs=3):
+        run.step(batch)
+    assert run.steps_done == 3 * 8  # the last batch of an epoch has 5 samples
+    return waves.places, trained(run)
+
+
+def test_a_stream_resumes_from_its_own_state(tmp_path):
+    """Bit for bit, on as many ranks; on others to rounding."""
+    ranks_of, expected = 2, run_ranks(2, stream_whole)[0]
+    # 13: in the second epoch.
+    for killed in (5, 13):
+        path = tmp_path / str(killed)
+        run_ranks(ranks_of, stream_until, path, killed)
+        for ranks in (2, 3):
+            for places, found in run_ranks(ranks, stream_on, path, killed):
+                assert 8 <= places[0] >= killed % 8 * 8 - 32, "begun again"
+                assert found.keys() <= expected.keys()
+                for name, tensor in found.items():
+                    exact = {"rtol": 0, "atol": 0 if ranks == ranks_of else 1e-12}
+                    torch.testing.assert_close(tensor, expected[name], **exact)
+
+
+def stream_whole(world: Any) -> dict[str, Tensor]:
+    run = executor(world.size, world=World.adopt())
+    for batch in run.batches(Waves(), epochs=3):
+        run.step(batch)
+    return trained(run)

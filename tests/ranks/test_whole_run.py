@@ -56,3 +56,10 @@ def test_a_planted_mistake_is_named(mistake, run, kind):
     result = headway.verify(f"support.planted_runs:{mistake}", steps=2, processes=2, whole=True)
     with pytest.raises(NotEqual, match=rf"a training run \({run}\) does NOT end .*{kind}"):
         result.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["unbounded", "unbounded_dropping", "endless"])
+def test_streams_without_a_length_resume_where_they_were(name):
+    for run, end in ends(f"support.loader_recipes:{name}").items():
+        assert end.equal, f"{run}: {end.first}"

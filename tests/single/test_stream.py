@@ -62,6 +62,13 @@ class Shuffled(Counting):
         yield from ({"number": number} for number in numbers)
 
 
+class Log(list):
+    """What a stream has read, and all copies of it."""
+
+    def __deepcopy__(self, _):
+        return self
+
+
 class Stateful(Counting):
     """Goes on where `load_state_dict` says; begun again it would go on where it was, too."""
 
@@ -70,7 +77,7 @@ class Stateful(Counting):
     def __init__(self, length=40):
         super().__init__(length)
         self.at = 0
-        self.read = []
+        self.read = Log()
 
     def __iter__(self):
         while self.at < self.length:
@@ -166,8 +173,10 @@ def test_a_stream_without_an_end():
         def __iter__(self):
             yield from ({"number": n} for n in count())
 
-    with Loader(StreamSource(Endless()), BatchSplit(samples=5), rank=0, ranks=1, cursor=BEGIN) as l:
-        found = [batch.micros[0].data["number"].tolist() for batch in islice(l, 3)]
+    with Loader(
+        StreamSource(Endless()), BatchSplit(samples=5), rank=0, ranks=1, cursor=BEGIN
+    ) as loader:
+        found = [batch.micros[0].data["number"].tolist() for batch in islice(loader, 3)]
     assert found == [list(range(n, n + 5)) for n in (0, 5, 10)]
 
 
@@ -196,7 +205,7 @@ def test_a_stream_with_a_state_goes_on_without_reading_what_was_used(length, dro
         found = batches(StreamSource(stream, length), 1, cursor, drop_last=drop_last)
         assert found == wanted[step:]
         if within:
-            # The copies that are read share the list. Twice 16 samples, to compare.
+            # Twice 16 samples, to compare.
             assert stream.read[0] == cursor.stream["place"] >= cursor.position - 36
             assert len(stream.read) == 40 - stream.read[0] + 40
 
@@ -238,7 +247,7 @@ def test_a_state_that_cannot_be_restored():
         def load_state_dict(self, state):
             raise KeyError("shard")
 
-    with pytest.raises(DataError, match="(?s)cannot be restored.*KeyError") as caught:
+    with pytest.raises(DataError, match=r"(?s)cannot be restored.*KeyError") as caught:
         batches(StreamSource(Forgetful()), 1, state_at())
     assert caught.value.fix
 

@@ -244,8 +244,8 @@ class StreamSource:
         saved = self._saved_here()
         if saved is None or saved["place"] > first or not self._restorable:
             return None
-        stream = copy.copy(self.stream)
         try:
+            stream = _deep_copy(self.stream)
             if callable(getattr(stream, "set_epoch", None)):
                 stream.set_epoch(self._epoch)
             stream.load_state_dict(copy.deepcopy(saved["state"]))
@@ -370,6 +370,14 @@ def as_one_process() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _deep_copy(stream: Any) -> Any:
+    """For a state to be put into: the parts of a stream of Hugging Face would keep it."""
+    try:
+        return copy.deepcopy(stream)
+    except Exception:  # open files and locks cannot be copied
+        return copy.copy(stream)
 
 
 def _stated_length(stream: Any) -> int | None:

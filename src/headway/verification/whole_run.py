@@ -38,7 +38,9 @@ def recorded_end(directory: Path, steps: Sequence[int], serial: Recording) -> Re
             value = read_tensor(checkpoint, entry)
             value = torch.view_as_real(value) if value.is_complex() else value
             found[f"{step}/{kind}/{own}"] = value
-        facts = numbers_of(manifest.facts)
+        cursor = {n: v for n, v in manifest.facts["cursor"].items() if n != "stream"}
+        # The state of a stream is its own affair; what it gives behind it, resumed runs show.
+        facts = numbers_of({**manifest.facts, "cursor": cursor})
         found |= {f"{step}/facts/{name}": value for name, value in facts.items()}
     # Of a step that was made twice, because the run was resumed, the last line counts.
     for line in run.events_file.read_text(encoding="utf-8").splitlines():
