@@ -17,6 +17,7 @@ from headway import Recipe
 from headway.data import ArraySource, MemmapSource, NpySlabs, SlabSource, cached
 from headway.plans import LayerSplit
 from mutations.cases import Augmented, case, mlp, tiny, volumes
+from support import loader_recipes
 from support.split_recipes import Segmenter, labelling
 from support.tiny_models import FEATURES, HalfFrozen, Points, Tied, WithDropout
 
@@ -227,3 +228,9 @@ def slabs_in_parts() -> Recipe:
 def slabs_in_parts_copies() -> Recipe:
     """Slabs go from rank to rank."""
     return replace(slabs_in_parts(), split=LayerSplit(spatial=(2, 1, 1)))
+
+
+@case()
+def streamed() -> Recipe:
+    """A stream without a length, in another order in each epoch."""
+    return loader_recipes.unbounded()

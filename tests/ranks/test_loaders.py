@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import headway
 from headway.data.sampler_order import SamplerOrder
 from headway.errors import DataError
 from headway.run.distributed.launch_env import LaunchEnv
@@ -76,3 +77,15 @@ def test_ranks_that_draw_another_order_are_named():
         assert "ranks 0 and 1 do not have the same order of FromTheClock" in order
         assert "ranks 0 and 1 do not have the same first sample of SplitByRank" in first
         assert "ranks 0 and 1 do not have the same end of OtherEnds" in end
+
+
+def test_a_stop_in_samples_counts_the_batches_of_a_stream_as_they_come(tmp_path):
+    recipe, ends = "support.loader_recipes:unbounded_samples", []
+    for stop, resume in (("52 samples", False), ("77 samples", True), ("77 samples", True)):
+        result = headway.train(
+            recipe, processes=2, directory=tmp_path / "run", resume=resume,
+            overrides=[f"stop={stop}"], device="cpu",
+        )  # fmt: skip
+        ends.append(result.steps)
+    # 12 + 12 + 12 + 4 + 12 and so on: whole batches would be 5 and 7 steps.
+    assert ends == [5, 8, 8]

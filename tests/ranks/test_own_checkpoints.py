@@ -180,20 +180,19 @@ def stream_on(world: Any, path: Path, killed: int) -> tuple[list[int], dict[str,
     return waves.places, trained(run)
 
 
-def test_a_stream_resumes_from_its_own_state(tmp_path):
+# 13: in the second epoch.
+@pytest.mark.parametrize("killed", [13, pytest.param(5, marks=pytest.mark.slow)])
+def test_a_stream_resumes_from_its_own_state(tmp_path, killed):
     """Bit for bit, on as many ranks; on others to rounding."""
-    ranks_of, expected = 2, run_ranks(2, stream_whole)[0]
-    # 13: in the second epoch.
-    for killed in (5, 13):
-        path = tmp_path / str(killed)
-        run_ranks(ranks_of, stream_until, path, killed)
-        for ranks in (2, 3):
-            for places, found in run_ranks(ranks, stream_on, path, killed):
-                assert 8 <= places[0] >= killed % 8 * 8 - 32, "begun again"
-                assert found.keys() <= expected.keys()
-                for name, tensor in found.items():
-                    exact = {"rtol": 0, "atol": 0 if ranks == ranks_of else 1e-12}
-                    torch.testing.assert_close(tensor, expected[name], **exact)
+    expected = run_ranks(2, stream_whole)[0]
+    run_ranks(2, stream_until, tmp_path, killed)
+    for ranks in (2, 3):
+        for places, found in run_ranks(ranks, stream_on, tmp_path, killed):
+            assert 8 <= places[0] >= killed % 8 * 8 - 32, "begun again"
+            assert found.keys() <= expected.keys()
+            for name, tensor in found.items():
+                exact = {"rtol": 0, "atol": 0 if ranks == 2 else 1e-12}
+                torch.testing.assert_close(tensor, expected[name], **exact)
 
 
 def stream_whole(world: Any) -> dict[str, Tensor]:

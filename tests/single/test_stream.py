@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import random
+from dataclasses import replace
 from itertools import count, islice
 
 import numpy as np
@@ -15,8 +16,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from headway.data import Cursor, Loader, StreamSource, as_examples
 from headway.data.stream import fingerprint
-from headway.errors import DataError
+from headway.errors import DataError, RecipeError
 from headway.plans import BatchSplit
+from headway.run.recipe.batch_units import steps_left, stop_steps
+from headway.run.recipe.training_data import recipe_epoch_length, training_data
+from support import loader_recipes
 
 BEGIN = Cursor(seed=1)
 
@@ -321,3 +325,14 @@ def test_what_cannot_be_exact_is_refused(read, says):
     with pytest.raises(DataError, match=says) as caught:
         read()
     assert caught.value.fix
+
+
+def test_steps_of_a_stream_without_a_length():
+    recipe = loader_recipes.unbounded_samples()  # 77 samples
+    assert recipe_epoch_length(recipe, training_data(recipe)) is None
+    assert stop_steps(recipe, None) == 7
+    assert steps_left(recipe, 52) == 3, "not 2: 25 samples"
+    assert stop_steps(replace(recipe, stop=9), None) == 9
+    with pytest.raises(RecipeError, match="length of an epoch is not known") as caught:
+        stop_steps(replace(recipe, stop="2 epochs"), None)
+    assert "steps or samples" in caught.value.fix
