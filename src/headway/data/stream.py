@@ -172,7 +172,7 @@ class StreamSource:
         reading = self._reading
         if reading is None or reading.epoch != after.epoch:
             return None
-        marks = [mark for mark in reading.marks if mark.full and mark.place <= after.position]
+        marks = [mark for mark in reading.marks if mark.full]
         if not marks:
             return None
         newest = marks[-1]
