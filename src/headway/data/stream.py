@@ -26,6 +26,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import default_collate
 
+from headway.data.one_process import as_one_process
 from headway.data.order import Cursor, take
 from headway.data.source import Collate, GlobalGenerators, explained, join_samples
 from headway.errors import DataError
@@ -350,26 +351,6 @@ class StreamSource:
 
 class _OtherSample(DataError):
     pass
-
-
-@contextmanager
-def as_one_process() -> Iterator[None]:
-    """Inside, the environment is that of the only process of a job.
-
-    Every rank reads the whole stream. Readers of shards ask the environment for the rank before
-    they ask torch: WebDataset refuses to be read by several ranks, or splits its shards.
-    """
-    alone = {"RANK": "0", "WORLD_SIZE": "1"}
-    before = {name: os.environ.get(name) for name in alone}
-    os.environ.update(alone)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def _deep_copy(stream: Any) -> Any:

@@ -38,7 +38,7 @@ from headway.data import (
     TensorSource,
     ZarrSlabs,
 )
-from headway.data.stream import as_one_process
+from headway.data.one_process import as_one_process
 from headway.data.torch_loader import known_length, stream_of
 from headway.errors import NotEqual
 

@@ -1,0 +1,27 @@
+"""The environment of a job of one process, for the code of others that asks it for the rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def as_one_process() -> Iterator[None]:
+    """Inside, the environment is that of the only process of a job.
+
+    Every rank reads the whole stream. Readers of shards ask the environment for the rank before
+    they ask torch: WebDataset refuses to be read by several ranks, or splits its shards.
+    """
+    alone = {"RANK": "0", "WORLD_SIZE": "1"}
+    before = {name: os.environ.get(name) for name in alone}
+    os.environ.update(alone)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
