@@ -62,6 +62,7 @@ def tried(name: str, cell: str) -> dict[str, Any]:
         outcome, said = ("refused" if refused else "crash"), f"{error.code} {error}"
     except Exception as error:
         outcome, said = "crash", f"{type(error).__name__}: {error}"
+    said = said.replace(f"{HERE.parent}{os.sep}", "")
     seconds = round(time.perf_counter() - begun, 1)
     return {"model": name, "source": case.source, "cell": cell, "outcome": outcome, "said": said,
             "seconds": seconds}  # fmt: skip
@@ -130,14 +131,30 @@ def of_all(names: list[str], cells: list[str], log: Path | None) -> None:
                 file.writelines(f"{line}\n" for line in lines)
 
 
+INTRODUCTION = """# Models as people have them
+
+Made by `python benchmarks/models.py --log models.jsonl`, then `--table models.jsonl`. A cell is two
+processes and two steps in float64 against the serial run: "yes" is `headway verify` saying EQUAL;
+under "plan", that a plan was found, and that each one said to run on two devices did run. The
+models are in `benchmarks/model_zoo.py`: those of transformers, torchvision and timm are made from
+their configurations, small, with random weights; the others are written as users write theirs.
+None knows of headway.
+
+Models with batch normalisation have `norm = "global"` under data and ZeRO, and one micro-batch
+under stages; two more have a module kept whole under tensor, as the error told. All other cells
+have no setting but the split itself.
+"""
+
+
 def table(log: Path) -> str:
-    """The table in Markdown, and below it why each cell that is not equal is not."""
+    """The page in Markdown: the table, and why each cell that is not equal is not."""
     entries = {}
     for line in log.read_text().splitlines():  # of a cell that was tried again the last counts
         entry = json.loads(line)
         entries[entry["model"], entry["cell"]] = entry
     names = list(dict.fromkeys(name for name, _ in entries))
-    lines = ["| model | of | " + " | ".join(CELLS) + " |", "|---|---|" + "---|" * len(CELLS)]
+    lines = [INTRODUCTION]
+    lines += ["| model | of | " + " | ".join(CELLS) + " |", "|---|---|" + "---|" * len(CELLS)]
     notes = []
     for name in names:
         row = []
@@ -147,7 +164,7 @@ def table(log: Path) -> str:
             if entry is not None and not good:
                 notes.append(f"- {name}, {cell}: {entry['said'].partition(chr(10) + '  at')[0]}")
             row.append("" if entry is None else "yes" if good else entry["outcome"])
-        source = next(entry["source"] for (other, _), entry in entries.items() if other == name)
+        source = next(e["source"] for (n, _), e in entries.items() if n == name and e["source"])
         lines.append(f"| {name} | {source} | " + " | ".join(row) + " |")
     counts = [
         sum((name, cell) in entries and entries[name, cell]["outcome"] in ("equal", "planned")
