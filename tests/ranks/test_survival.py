@@ -89,7 +89,7 @@ def each_sample_once(run: Path, steps: int = STEPS, samples: int = 40):
 # The model's forward pass is called twice by the probe for random numbers, then once a step.
 DEATHS = [
     ("kill", 0, 11),
-    ("kill", 1, 4),
+    ("kill", 1, 6),  # rank 0 has written the first steps by then
     ("backward", 1, 15),
     ("optimizer", 1, 10),
     ("data", 0, 40),

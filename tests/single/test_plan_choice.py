@@ -213,7 +213,13 @@ def test_yes_is_said_only_of_what_surely_runs(narrow: PlanningWorkload) -> None:
     assert said["ZeRO 0"] == {"yes"}
     for kind, unknown in (("pipe", "the cut"), ("ZeRO 1", "state in parts")):
         assert said[kind] == {f"not known: {unknown}"}
-    assert all("the executor's own split" in one for one in said["tensor"])
+    # On so narrow a model it pays nowhere to split a layer; on a wide one it does.
+    assert said["tensor"] == {"a layer that the tensor axis splits"}
+    wide = PlanSearch(asked(gpt(layers=2, width=8192), "dgx-a100", 4, batch=16))
+    runs = planning_result(wide.run()).runs
+    splits = {runs(point) for point in every_plan(wide) if point.degrees.tensor > 1}
+    assert splits
+    assert all("the executor's own split" in one for one in splits)
     plain = next(one for one in every_plan(search) if one.devices == one.degrees.data)
     again = replace(plain, stages=(replace(plain.stages[0], recompute=True),))
     assert result.runs(again) == "recomputation without a pipeline"
