@@ -298,7 +298,7 @@ class _SerialRun:
     def __init__(self, job: VerifyJob, folder: Path, ranks: int | None) -> None:
         self._job, self._folder, self._ranks = job, folder, ranks
         self.recording = self._recorded(job, "serial.safetensors")
-        self._runs: dict[int, Recording] = {}
+        self._perturbed_runs: dict[int, Recording] = {}
 
     def compared(
         self, split: Recording, view: Callable[[Recording], Recording] = lambda whole: whole
@@ -319,10 +319,10 @@ class _SerialRun:
         return comparison
 
     def _perturbed(self, number: int) -> Recording:
-        if number not in self._runs:
+        if number not in self._perturbed_runs:
             job = replace(self._job, perturbed=number)
-            self._runs[number] = self._recorded(job, f"perturbed-{number}.safetensors")
-        return self._runs[number]
+            self._perturbed_runs[number] = self._recorded(job, f"perturbed-{number}.safetensors")
+        return self._perturbed_runs[number]
 
     def _recorded(self, job: VerifyJob, name: str) -> Recording:
         from headway.verification.recording import Recording

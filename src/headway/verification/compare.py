@@ -37,6 +37,7 @@ FLOOR = 2.0**-10
 LOOSE = 1e-6
 NOISE_FACTOR = 16.0
 PERTURBED_RUNS = 4
+"""At most: each is a serial run of its own."""
 MAX_NOISE = 1e-4
 MEMORY = 2.0
 """Adam's numerator and denominator both move with a gradient."""

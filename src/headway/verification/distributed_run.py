@@ -184,7 +184,8 @@ class _ForwardCollectives(TorchDispatchMode):
     def __init__(self, run: Executor, looks: Mapping[Kind, Callable[[], None]]) -> None:
         """
         Args:
-            looks: What else is called before an instruction.
+            run: Whose forward passes are watched.
+            looks: What else is called before an instruction: the executor calls one function.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.found = False

@@ -145,7 +145,11 @@ def _record(
 
 @torch.no_grad()
 def perturb(model: nn.Module, seed: int) -> None:
-    """Move every parameter up or down by a unit in its last place, or leave it, at random."""
+    """Move every parameter up or down by a unit in its last place, or leave it, at random.
+
+    Args:
+        seed: Of the draw, `VerifyJob.perturbed`.
+    """
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         sign = torch.randint(-1, 2, parameter.shape, generator=generator).double()

@@ -56,6 +56,7 @@ from headway.run.distributed.heartbeat import (
 from headway.run.distributed.job_store import JobStore
 from headway.run.distributed.launch_env import HEARTBEAT_TIMEOUT_SECONDS, LaunchEnv
 from headway.run.distributed.rendezvous import join_rendezvous, listen, open_torch_store
+from headway.units import counted
 from headway.user_frames import innermost_user_frame
 
 
@@ -623,7 +624,8 @@ def _device(place: LaunchEnv, wish: str) -> torch.device:
     if wish == "auto":
         return torch.device("cpu")
     raise UsageError(
-        f"each of {place.local_ranks} on this machine needs a GPU of its own; torch sees {found}",
+        f"this machine has {counted(place.local_ranks, 'rank')}, and each needs a GPU; torch sees "
+        f"{found}",
         where=f"rank {place.rank}",
         fix="Start fewer processes, or use --device cpu.",
     )

@@ -411,7 +411,7 @@ _TARGETS = ("target", "targets", "label", "labels", "y_true", "y")
 _OUTPUTS = ("output", "outputs", "out", "pred", "preds", "prediction", "predictions", "logits",
     "scores", "y_pred", "y_hat")  # fmt: skip
 _MODELS = ("model", "module", "net", "network")
-MEANT = {
+KEYWORDS_OF_OTHERS = {
     **dict.fromkeys(("epochs", "num_epochs", "max_epochs"), 'stop="3 epochs"'),
     **dict.fromkeys(("steps", "max_steps", "num_steps"), 'stop="300 steps"'),
     **dict.fromkeys(("lr", "learning_rate"), f"optimizer={_EXAMPLES['optimizer']}"),

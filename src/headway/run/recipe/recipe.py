@@ -22,7 +22,7 @@ from headway.keywords import checks_fields, told_together
 from headway.plans import ExchangePlan, LayerSplit, PipelinePlan
 from headway.plans.batch import Norm
 from headway.plans.plan import Zero
-from headway.run.recipe.accepted_forms import MEANT, accept_fields, as_criterion
+from headway.run.recipe.accepted_forms import KEYWORDS_OF_OTHERS, accept_fields, as_criterion
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int | float]]
 """`loss(model, batch)`: the mean over the batch's samples, or a pair (sum, count).
@@ -41,7 +41,7 @@ and counts over all validation samples of all ranks, and divides once.
 Examples = Source | Dataset[Any] | DataLoader[Any]
 
 
-@checks_fields(accept_fields, RecipeError, MEANT)
+@checks_fields(accept_fields, RecipeError, KEYWORDS_OF_OTHERS)
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A training job as the serial run would do it.
@@ -192,7 +192,7 @@ def check_trains(loss: Tensor) -> None:
     """Before backward.
 
     Raises:
-        RecipeError: The loss hangs on no parameter that is trained.
+        RecipeError: The loss depends on no parameter that is trained.
     """
     if not loss.requires_grad:
         raise RecipeError(
