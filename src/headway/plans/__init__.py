@@ -11,12 +11,12 @@ from headway.plans.plan import (
     Layout,
     MemoryPolicy,
     Plan,
-    Synchrony,
     data_parallel,
     data_parallel_groups,
     pipelined,
     with_collective,
 )
+from headway.plans.synchrony import Synchrony
 
 __all__ = [
     "Axis",

@@ -31,6 +31,7 @@ from headway.plans.layer_split import SPACE, TENSOR, LayerSplit
 from headway.plans.mesh import Axis, Mesh
 from headway.plans.pipeline import PIPE_AXIS, PipelinePlan
 from headway.plans.prediction import Prediction
+from headway.plans.synchrony import WORKER_AXIS, Synchrony
 from headway.plans.tensor_layout import divisors
 from headway.units import counted
 
@@ -82,13 +83,6 @@ class Layout:
 
 
 @document
-class Synchrony:
-    """Who agrees with whom and when: every rank with every rank, at every step."""
-
-    kind: Literal["synchronous"] = "synchronous"
-
-
-@document
 class MemoryPolicy:
     """What is kept where.
 
@@ -136,9 +130,19 @@ class Plan:
         return self.mesh.size
 
     @property
+    def workers(self) -> int:
+        """Groups of ranks that agree with each other as `synchrony` says."""
+        return self.mesh.degree(WORKER_AXIS)
+
+    @property
+    def copies(self) -> int:
+        """Copies of the model, whole or sharded, that agree at every step."""
+        return self.mesh.degree(self.exchange.axis) * self.mesh.degree(SHARD_AXIS)
+
+    @property
     def data_degree(self) -> int:
         """The number of shares into which the global batch is cut."""
-        return self.mesh.degree(self.exchange.axis) * self.mesh.degree(SHARD_AXIS)
+        return self.workers * self.copies
 
     @property
     def group_degree(self) -> int:
@@ -156,7 +160,7 @@ class Plan:
         # In a pipeline the schedule sums over the copies of stages; under ZeRO, FSDP2 does.
         if self.pipe_degree > 1 or self.memory.zero:
             return 1
-        return self.data_degree * self.mesh.degree(SPACE)
+        return self.copies * self.mesh.degree(SPACE)
 
     @property
     def alike(self) -> tuple[tuple[int, ...], ...]:
@@ -178,13 +182,16 @@ class Plan:
     @property
     def exact(self) -> bool:
         """Whether a step equals that of the serial run, up to rounding."""
-        return self.exchange.exact and self.flushes
+        return self.exchange.exact and self.flushes and self.synchrony.exact
 
     def data_rank(self, rank: int) -> int:
         """The number of the share of the global batch that a rank computes."""
         place = self.mesh.coordinate(rank)
-        outer, inner = place.get(self.exchange.axis, 0), place.get(SHARD_AXIS, 0)
-        return outer * self.mesh.degree(SHARD_AXIS) + inner
+        axes = (WORKER_AXIS, self.exchange.axis, SHARD_AXIS)
+        number = 0
+        for axis in axes:
+            number = number * self.mesh.degree(axis) + place.get(axis, 0)
+        return number
 
     def micro_sizes(self, rank: int) -> tuple[int, ...]:
         """Samples of each micro-batch that a rank computes of a full batch, in order."""
@@ -202,7 +209,13 @@ class Plan:
         return not place.get(TENSOR, 0) and not place.get(SPACE, 0)
 
     def to_dict(self) -> dict[str, object]:
-        return dataclasses.asdict(self)
+        found = dataclasses.asdict(self)
+        # Of the many ways to agree, only what is chosen: most plans choose none.
+        found["synchrony"] = {
+            name: found["synchrony"][name]
+            for name in dict.fromkeys(("kind", *self.synchrony.given))
+        }
+        return found
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2) + "\n"
@@ -255,7 +268,7 @@ def _illegal_values(plan: Plan) -> list[str]:
         return [f"mesh has {plan.ranks} ranks; at most {MAX_RANKS}"]
     found: list[str] = []
     names = plan.mesh.names
-    known = (plan.exchange.axis, SHARD_AXIS, SPACE, TENSOR, PIPE_AXIS)
+    known = (WORKER_AXIS, plan.exchange.axis, SHARD_AXIS, SPACE, TENSOR, PIPE_AXIS)
     if plan.format != PLAN_FORMAT:
         found.append(f"format {plan.format} is not known; this headway reads format {PLAN_FORMAT}")
     if not names:
@@ -268,7 +281,7 @@ def _illegal_values(plan: Plan) -> list[str]:
     )
     found.extend(
         f"mesh axis {a.name} of size {a.size}: no mechanism splits along it yet; only "
-        f"{', '.join(('data', *known[1:-1]))} and {known[-1]}"
+        f"{', '.join((WORKER_AXIS, 'data', *known[2:-1]))} and {known[-1]}"
         for a in plan.mesh.axes
         if a.name not in known and a.size > 1
     )
@@ -279,9 +292,10 @@ def _illegal_values(plan: Plan) -> list[str]:
     if plan.batch.samples < 1:
         found.append(f"batch.samples is {plan.batch.samples}; at least 1")
     elif plan.batch.samples < plan.data_degree:
+        axis = WORKER_AXIS if plan.workers > 1 else plan.exchange.axis
         found.append(
             f"batch.samples is {plan.batch.samples} for {counted(plan.data_degree, 'rank')} on "
-            f"axis {plan.exchange.axis}: some ranks would never have work; use at most "
+            f"axis {axis}: some ranks would never have work; use at most "
             f"{counted(plan.batch.samples, 'rank')}"
         )
     found.extend(plan.batch.problems(plan.data_degree))
@@ -292,6 +306,8 @@ def _illegal_values(plan: Plan) -> list[str]:
     found.extend(_layout_problems(plan))
     found.extend(plan.split.problems(plan.mesh, plan.exchange))
     found.extend(sharding_problems(plan.memory.zero, plan.mesh, plan.exchange))
+    found.extend(plan.synchrony.problems(plan.workers, plan.ranks, plan.copies))
+    found.extend(_worker_problems(plan))
     # A table can be made only where degrees and batch are legal.
     if not found and plan.pipe_degree > 1:
         found.extend(_pipeline_problems(plan))
@@ -315,6 +331,22 @@ def _norm_problems(plan: Plan) -> Iterator[str]:
         )
     if plan.group_degree > 1:
         yield f'batch.norm "global" with split layers or samples; leave out split, {rest}'
+
+
+def _worker_problems(plan: Plan) -> Iterator[str]:
+    """What stands against workers that do not agree at every step."""
+    if plan.workers == 1:
+        return
+    if plan.mesh.names[0] != WORKER_AXIS:
+        yield (
+            f"mesh axis {WORKER_AXIS} must be the first: the ranks of a worker lie next to each "
+            "other"
+        )
+    if plan.batch.norm == "global":
+        yield (
+            f'batch.norm "global" with {plan.workers} workers: they do not meet in a forward pass; '
+            'set norm = "local"'
+        )
 
 
 def _pipeline_problems(plan: Plan) -> list[str]:
@@ -357,6 +389,7 @@ def data_parallel(
     shards: int | None = None,
     split: LayerSplit | None = None,
     norm: Norm = "local",
+    synchrony: Synchrony | None = None,
 ) -> Plan:
     """The plan in which every rank computes its share of each batch with the whole model.
 
@@ -368,6 +401,8 @@ def data_parallel(
         shards: Ranks that lie next to each other and keep the state together (hybrid sharding); the
             rest are copies of them. None: all.
         split: How layers are split, by ranks that lie next to each other and share their samples.
+        synchrony: Of workers that do not agree at every step; each has `synchrony.copies` copies of
+            the model.
 
     Raises:
         PlanError: Such a plan cannot exist.
@@ -384,6 +419,7 @@ def data_parallel(
         shards=shards,
         split=split,
         norm=norm,
+        synchrony=synchrony,
     )
 
 
@@ -418,6 +454,7 @@ def pipelined(
     shards: int | None = None,
     split: LayerSplit | None = None,
     norm: Norm = "local",
+    synchrony: Synchrony | None = None,
 ) -> Plan:
     """The plan in which the model is cut into stages, and further ranks are copies of the pipeline.
 
@@ -436,6 +473,12 @@ def pipelined(
     what = "ranks that split layers" if stages == 1 else "ranks of a pipeline"
     copies = data_parallel_groups(processes, stages * layers.ranks, what)
     whole = whole_shares(batch, shares, copies)
+    agreed, inside = synchrony or Synchrony(), copies
+    among: tuple[Axis, ...] = ()
+    if not agreed.by_all_reduce:
+        inside = max(1, agreed.copies)
+        workers = data_parallel_groups(copies, inside, "copies of the model in a worker")
+        among = (Axis(name=WORKER_AXIS, size=workers),)
     axes: tuple[Axis, ...] = ()
     pipe, parts = PipelinePlan(), None
     if stages > 1:
@@ -447,7 +490,7 @@ def pipelined(
         # From the smallest share, so that every copy has a sample for each of its micro-batches.
         parts = pipe.parts(stages, min(whole, default=batch // copies))
     plan = Plan(
-        mesh=Mesh(axes=(*_data_axes(copies, shards), *axes, *layers.axes)),
+        mesh=Mesh(axes=(*among, *_data_axes(inside, shards), *axes, *layers.axes)),
         batch=BatchSplit(
             samples=batch,
             microbatch=microbatch if stages == 1 else None,  # else in the number of parts
@@ -458,6 +501,7 @@ def pipelined(
         split=layers,
         pipeline=pipe,
         exchange=exchange or ExchangePlan(),
+        synchrony=agreed,
         memory=MemoryPolicy(precision=precision, zero=zero),
     )
     plan.check()
@@ -495,6 +539,8 @@ def with_collective(
 
 def unsupported_by_executor(plan: Plan) -> Iterator[str]:
     """What the executor does not support of a plan, one line each."""
+    if not plan.synchrony.by_all_reduce:
+        yield f"synchrony ({plan.synchrony})"
     split, zero = plan.group_degree > 1, plan.memory.zero
     if plan.split.tensor and plan.split.spatial:
         yield "split.tensor and split.spatial at once"

@@ -1,0 +1,238 @@
+"""Runs of any synchrony on virtual clocks: the same programs and rules as a run of processes.
+
+A worker computes for as long as it is told; a message takes its turn on the outgoing wire of its
+sender's rank and on the incoming wire of its receiver's, then the latency; a holder handles one
+message at a time. Nothing depends on the machine that simulates.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Any
+
+from headway.errors import PlanError
+from headway.synchrony import merging, servers
+from headway.synchrony.actors import Address, Compute, Gradient, Outgoing, Sender
+from headway.synchrony.driving import MailRoom, WorkerSeat
+from headway.synchrony.history import History
+from headway.synchrony.programs import AgreementRun
+
+GradientFunction = Callable[[int, int, Any], Gradient]
+"""From worker, step and parameters (None: those of its replica) to a gradient."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VirtualMachines:
+    """How long things take.
+
+    Attributes:
+        compute: Seconds of a worker's step: (worker, step) -> seconds.
+        wire: Seconds that one whole model takes on a wire between two ranks.
+        latency: Of a message, in seconds.
+        update: Seconds in which a server makes an update of the whole model, or a model is merged.
+        meeting: Seconds of the exchange in which all workers meet.
+    """
+
+    compute: Callable[[int, int], float]
+    wire: float = 0.0
+    latency: float = 0.0
+    update: float = 0.0
+    meeting: float = 0.0
+
+
+@dataclass
+class SimulatedRun:
+    """What happened.
+
+    Attributes:
+        seconds: When the last worker had made its last step.
+        steps: Of each worker: those that it has computed.
+        waits: Of each worker: seconds by cause.
+        traffic: Models that went from one rank to another: (from, to) -> number.
+        staleness: Of each worker's pushes.
+        history: Of all holders.
+        run: Programs and holders, as the run has left them.
+    """
+
+    run: AgreementRun
+    seconds: float = 0.0
+    steps: list[int] = field(default_factory=list)
+    waits: list[dict[str, float]] = field(default_factory=list)
+    traffic: dict[tuple[int, int], float] = field(default_factory=lambda: defaultdict(float))
+    staleness: list[list[int]] = field(default_factory=list)
+    history: History = field(default_factory=History)
+
+
+def simulate_run(
+    run: AgreementRun,
+    machines: VirtualMachines,
+    *,
+    steps: int | None = None,
+    seconds: float | None = None,
+    gradient: GradientFunction | None = None,
+    on_step: Callable[[float, int, int], None] | None = None,
+) -> SimulatedRun:
+    """Play a run.
+
+    Args:
+        steps: That each worker makes; those beyond are not computed.
+        seconds: In their place: no step begins after so many.
+        gradient: None: gradients of nothing, for runs whose numbers do not matter.
+        on_step: Called with the time, the worker and the number of each step that is computed.
+
+    Raises:
+        PlanError: The workers wait for each other for ever.
+    """
+    return _Simulation(run, machines, steps, seconds, gradient or _nothing, on_step).play()
+
+
+def _nothing(worker: int, step: int, value: Any) -> Gradient:
+    return Gradient(value=0.0, count=0.0)
+
+
+class _Simulation:
+    def __init__(
+        self,
+        run: AgreementRun,
+        machines: VirtualMachines,
+        steps: int | None,
+        seconds: float | None,
+        gradient: GradientFunction,
+        on_step: Callable[[float, int, int], None] | None,
+    ) -> None:
+        self._run, self._machines, self._gradient = run, machines, gradient
+        self._steps, self._limit, self._on_step = steps, seconds, on_step
+        self._room = MailRoom(run)
+        self._seats = [
+            WorkerSeat(number, program, self._post) for number, program in enumerate(run.programs)
+        ]
+        workers = len(self._seats)
+        self._now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self._wires: dict[tuple[str, int], float] = defaultdict(float)
+        self._busy: dict[Address, float] = defaultdict(float)
+        self._since = [0.0] * workers
+        self._shares = sum(1 for holder in run.holders if holder.kind == "server") or 1
+        self.found = SimulatedRun(
+            run,
+            steps=[0] * workers,
+            waits=[defaultdict(float) for _ in range(workers)],
+            staleness=[[] for _ in range(workers)],
+            history=self._room.history,
+        )
+
+    def play(self) -> SimulatedRun:
+        for number in range(len(self._seats)):
+            self._begin(number, self._seats[number].resume())
+        while self._events:
+            self._now, _, happen = heappop(self._events)
+            happen()
+        if stuck := [number for number, seat in enumerate(self._seats) if not seat.ended]:
+            raise PlanError(
+                "workers wait for each other for ever",
+                problems=[f"worker {n} waits for: {self._seats[n].waits}" for n in stuck],
+                fix="This is a bug of the programs in headway.synchrony: report it.",
+            )
+        for holder in self._run.holders.values():
+            for worker, stale in getattr(holder, "staleness", ()):
+                self.found.staleness[worker].append(stale)
+        return self.found
+
+    def _at(self, time: float, happen: Callable[[], None]) -> None:
+        self._count += 1
+        heappush(self._events, (time, self._count, happen))
+
+    # -- workers -----------------------------------------------------------------------------
+
+    def _begin(self, number: int, wanted: Compute | None) -> None:
+        """Begin what a worker wants computed, or to wait."""
+        seat = self._seats[number]
+        if wanted is None:
+            self._since[number] = self._now
+            if seat.ended:
+                self.found.seconds = max(self.found.seconds, self._now)
+            return
+        if self._is_over(wanted.step):
+            self._begin(number, seat.resume(None))
+            return
+        result = self._gradient(number, wanted.step, wanted.value)
+        ends = self._now + self._machines.compute(number, wanted.step)
+        self._at(ends, lambda: self._computed(number, wanted.step, result))
+
+    def _is_over(self, step: int) -> bool:
+        if self._limit is not None and self._now >= self._limit:
+            return True
+        return self._steps is not None and step >= self._steps
+
+    def _computed(self, number: int, step: int, result: Gradient) -> None:
+        self.found.steps[number] += 1
+        if self._on_step is not None:
+            self._on_step(self._now, number, step)
+        self._begin(number, self._seats[number].resume(result))
+
+    # -- messages ----------------------------------------------------------------------------
+
+    def _post(self, sender: Sender, to: Address, message: Any) -> None:
+        source = sender if isinstance(sender, int) else self._run.places[sender]
+        arrives = self._carried(source, self._run.places[to], message)
+        self._at(arrives, lambda: self._arrived(sender, to, message))
+
+    def _carried(self, source: int | None, target: int | None, message: Any) -> float:
+        """When a message arrives."""
+        if source is None or target is None or source == target:
+            return self._now
+        models = size(message) / self._shares
+        self.found.traffic[source, target] += models
+        out, into = ("out", source), ("in", target)
+        begins = max(self._now, self._wires[out], self._wires[into])
+        self._wires[out] = self._wires[into] = begins + models * self._machines.wire
+        return self._wires[into] + self._machines.latency
+
+    def _arrived(self, sender: Sender, to: Address, message: Any) -> None:
+        self._room.put(sender, to, message)
+        begins = max(self._now, self._busy[to])
+        work = self._machines.update / self._shares if changes(message) else 0.0
+        self._busy[to] = begins + work
+        self._at(begins + work, lambda: self._handled(sender, to))
+
+    def _handled(self, sender: Sender, to: Address) -> None:
+        for sent in self._room.handle(sender, to):
+            self._send_on(to, sent)
+
+    def _send_on(self, holder: Address, sent: Outgoing) -> None:
+        if isinstance(sent.to, Address):
+            self._post(holder, sent.to, sent.value)
+            return
+        worker, place = sent.to, self._run.places[holder]
+        arrives = self._carried(place, worker, sent.value)
+        if place is None:
+            arrives += self._machines.meeting
+        self._at(arrives, lambda: self._answered(worker, holder, sent.value))
+
+    def _answered(self, worker: int, holder: Address, value: Any) -> None:
+        seat = self._seats[worker]
+        waits = seat.waits
+        if seat.answer(holder, value):
+            assert waits is not None
+            self.found.waits[worker][waits.cause] += self._now - self._since[worker]
+            self._begin(worker, seat.go_on())
+
+
+def size(message: Any) -> int:
+    """How many shares of a model a message or an answer carries."""
+    match message:
+        case servers.Pull() | merging.Read() | merging.Halve() | None | int():
+            return 0
+    return 1
+
+
+def changes(message: Any) -> bool:
+    """Whether a message lets its holder compute with a whole share of the model."""
+    return isinstance(
+        message,
+        servers.Push | merging.Update | merging.Pull | merging.Pair | merging.Gossip,
+    )

@@ -1,0 +1,1 @@
+"""Who may start, what a push or a merge does, in which order: the rules of every synchrony."""

@@ -1,0 +1,400 @@
+"""The program of a worker and the holders it talks to, for every way to agree.
+
+`make_run` gives both for a plan's synchrony: see `actors` for how they are driven. A program is
+written as its paper writes it, with one gradient for each step. Where models meet while a gradient
+is computed, the message is posted before and awaited after (Lian et al. 2017, algorithm 1).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from headway.plans.synchrony import Synchrony
+from headway.synchrony import merging, mixing, servers
+from headway.synchrony.actors import (
+    Address,
+    Await,
+    Compute,
+    Gradient,
+    Holder,
+    Post,
+    Replica,
+    Value,
+    WorkerProgram,
+)
+
+
+@dataclass
+class AgreementRun:
+    """All parts of a run.
+
+    Attributes:
+        programs: Of the workers.
+        holders: Whom they talk to.
+        places: The worker in whose process each holder lives; None: nowhere (a meeting).
+        replicas: Of the workers.
+    """
+
+    programs: list[WorkerProgram]
+    holders: dict[Address, Holder] = field(default_factory=dict)
+    places: dict[Address, int | None] = field(default_factory=dict)
+
+    def add(self, address: Address, holder: Holder, place: int | None) -> None:
+        self.holders[address], self.places[address] = holder, place
+
+
+def make_run(
+    synchrony: Synchrony, replicas: Sequence[Replica], shares: Sequence[Replica] = (), seed: int = 0
+) -> AgreementRun:
+    """The programs and holders of a run.
+
+    Args:
+        replicas: Of each worker: its parameters, with its own optimiser where it has one.
+        shares: Of each server, or of the centre: what it holds. With servers a worker's values are
+            tuples, with one entry for each share.
+        seed: Of whom gossip is sent to, and when.
+    """
+    workers = len(replicas)
+    run = AgreementRun([])
+    if synchrony.central:
+        _with_servers(run, synchrony, replicas, shares)
+    elif synchrony.merge == "mean":
+        run.add(Address("meeting"), merging.Meeting(workers), None)
+        run.programs = [_local_worker(synchrony, replica) for replica in replicas]
+    elif synchrony.merge == "neighbour":
+        matrix = mixing.mixing_matrix(synchrony, workers)
+        for i, replica in enumerate(replicas):
+            run.add(Address("model", i), merging.Inbox(i, mixing.neighbours(matrix, i)), i)
+            run.programs.append(_neighbour_worker(synchrony, matrix, i, replica))
+    elif synchrony.place == "master":
+        _with_centre(run, synchrony, replicas, shares)
+    else:
+        _with_models(run, synchrony, replicas, seed)
+    return run
+
+
+# -- central: servers --------------------------------------------------------------------------
+
+
+def server_places(synchrony: Synchrony, workers: int) -> tuple[int, ...]:
+    """The workers in whose processes the servers live, spread evenly."""
+    count = {"single": 1, "colocated": workers}.get(synchrony.place) or synchrony.servers or 1
+    return tuple(number * workers // count for number in range(count))
+
+
+def _with_servers(
+    run: AgreementRun, synchrony: Synchrony, replicas: Sequence[Replica], shares: Sequence[Replica]
+) -> None:
+    workers, eager = len(replicas), synchrony.remedy == "eager_push"
+    places = server_places(synchrony, workers)
+    for number, place in enumerate(places):
+        server = servers.make_server(synchrony, shares[number], workers, number)
+        run.add(Address("server", number), server, place)
+        for worker in range(workers) if eager else ():
+            assert synchrony.delay_bound is not None
+            start = servers.Parameters(shares[number].read(), 0, 0, 0)
+            run.add(
+                Address("cache", worker, number),
+                servers.Cache(synchrony.delay_bound, start),
+                worker,
+            )
+    for worker, replica in enumerate(replicas):
+        sources = [
+            Address("cache", worker, number) if eager else Address("server", number)
+            for number in range(len(places))
+        ]
+        run.programs.append(_server_worker(synchrony, replica, sources))
+
+
+def _server_worker(
+    synchrony: Synchrony, replica: Replica, sources: Sequence[Address]
+) -> WorkerProgram:
+    """Pull, compute, push; Downpour pulls and pushes every so many steps (Dean et al. 2012)."""
+    sinks = [Address("server", number) for number in range(len(sources))]
+    waits = synchrony.value_bound is not None
+    cause = "bound" if synchrony.kind == "bounded" else "server"
+    versions = [0] * len(sources)
+    unsent: list[Gradient] = []
+    step = pushes = 0
+    while True:
+        if step % synchrony.fetch_every == 0:
+            answers = yield from _ask(sources, [servers.Pull(pushes)] * len(sources), cause)
+            replica.write(tuple(answer.value for answer in answers))
+            versions = [answer.version for answer in answers]
+            if synchrony.kind == "synchronous":
+                # Where the others have closed steps without this worker, it goes on with them.
+                step = pushes = max(step, *(answer.clock for answer in answers))
+        gradient: Gradient | None = yield Compute(step)
+        if gradient is not None:
+            unsent.append(gradient)
+            step += 1
+        if unsent and (gradient is None or step % synchrony.push_every == 0):
+            parts = _by_share(_sum(unsent), len(sources))
+            messages = [
+                servers.Push(pushes, version, part)
+                for version, part in zip(versions, parts, strict=True)
+            ]
+            yield from _ask(sinks, messages, cause, wants=waits)
+            unsent = []
+            pushes += 1
+        if gradient is None:
+            yield from _ask(sinks, [servers.Leave()] * len(sinks), cause, wants=False)
+            return
+        if step % synchrony.fetch_every and gradient.count:
+            replica.step(gradient.value)
+
+
+def _ask(
+    holders: Sequence[Address], messages: Sequence[Any], cause: str, *, wants: bool = True
+) -> Generator[Any, Any, Any]:
+    """Post a message to each of some holders, then wait for their answers."""
+    tickets = []
+    for holder, message in zip(holders, messages, strict=True):
+        tickets.append((yield Post(holder, message, wants)))
+    return (yield Await(tuple(tickets), cause)) if wants else None
+
+
+def _sum(parts: Sequence[Gradient]) -> Gradient:
+    """What some steps have added up; Downpour pushes that."""
+    counted = [part for part in parts if part.count]
+    if not counted:
+        return Gradient(None, 0.0)
+    value = counted[0].value
+    for part in counted[1:]:
+        value = tuple(a + b for a, b in zip(value, part.value, strict=True))
+    return Gradient(value, sum(part.count for part in counted))
+
+
+def _by_share(gradient: Gradient, shares: int) -> list[Gradient]:
+    values = gradient.value if gradient.count else [None] * shares
+    return [Gradient(value, gradient.count) for value in values]
+
+
+# -- decentral, in rounds ----------------------------------------------------------------------
+
+
+def _local_worker(synchrony: Synchrony, replica: Replica) -> WorkerProgram:
+    """Local SGD with warm-up, and an outer optimiser (SlowMo, DiLoCo)."""
+    outer = merging.OuterOptimizer(synchrony, replica.read())
+    step = 0
+    met = True
+    while True:
+        gradient: Gradient | None = yield Compute(step)
+        if gradient is not None:
+            if gradient.count:
+                replica.step(gradient.value)
+            step += 1
+            met = _meets_after(synchrony, step)
+        elif met:
+            return
+        if met or gradient is None:
+            average = yield from _mean(step, replica.read())
+            if step <= synchrony.warm_up:
+                outer.at = average
+            replica.write(average if step <= synchrony.warm_up else outer.step(average))
+            yield from _agree_on_state(synchrony, step, replica)
+        if gradient is None:
+            return
+
+
+def _meets_after(synchrony: Synchrony, steps: int) -> bool:
+    """Whether models meet after so many steps: after each while warming up."""
+    since = steps - synchrony.warm_up
+    return since <= 0 or since % synchrony.local_steps == 0
+
+
+def _mean(step: int, value: Value, what: str = "model") -> Generator[Any, Any, Value]:
+    meeting = [Address("meeting")]
+    answers = yield from _ask(meeting, [merging.Meet(step, value, what)], "meeting")
+    return answers[0]
+
+
+def _agree_on_state(synchrony: Synchrony, step: int, replica: Replica) -> Generator[Any, Any, None]:
+    """What becomes of the optimiser's state at a meeting."""
+    if synchrony.state == "reset":
+        replica.write_state(None)
+    elif synchrony.state == "average" and (state := replica.read_state()) is not None:
+        replica.write_state((yield from _mean(step, state, "state")))
+
+
+def _neighbour_worker(
+    synchrony: Synchrony, matrix: Sequence[Sequence[float]], worker: int, replica: Replica
+) -> WorkerProgram:
+    """D-PSGD: the gradient is computed while models travel (Lian et al. 2017, algorithm 1)."""
+    listeners = [
+        Address("model", other)
+        for other in range(len(matrix))
+        if other != worker and matrix[other][worker]
+    ]
+    weights = dict(enumerate(matrix[worker]))
+    step = 0
+    while True:
+        meets = (step + 1) % synchrony.local_steps == 0
+        if meets:
+            message = merging.Meet(step, replica.read())
+            for listener in listeners:
+                yield Post(listener, message, wants=False)
+            ticket = yield Post(Address("model", worker), message)
+        gradient: Gradient | None = yield Compute(step)
+        if meets:
+            models = (yield Await((ticket,), "neighbour"))[0]
+            replica.write(merging.mixed(weights, models))
+        if gradient is None:
+            return
+        if gradient.count:
+            replica.step(gradient.value)
+        step += 1
+
+
+# -- elastic -----------------------------------------------------------------------------------
+
+
+def _with_centre(
+    run: AgreementRun, synchrony: Synchrony, replicas: Sequence[Replica], shares: Sequence[Replica]
+) -> None:
+    workers = len(replicas)
+    if synchrony.in_rounds:
+        run.add(Address("meeting"), merging.Meeting(workers), None)
+        run.programs = [_elastic_rounds(synchrony, workers, replica) for replica in replicas]
+    else:
+        run.add(Address("centre"), merging.Centre(shares[0]), 0)
+        run.programs = [_elastic_worker(synchrony, replica) for replica in replicas]
+
+
+def _elastic_worker(synchrony: Synchrony, replica: Replica) -> WorkerProgram:
+    """EASGD: the step uses the gradient at the model before it met the centre (Langer, fig. 10)."""
+    step = 0
+    while True:
+        before = replica.read()
+        meets = (step + 1) % synchrony.local_steps == 0
+        if meets:
+            pull = merging.Pull(before, synchrony.beta)
+            ticket = yield Post(Address("centre"), pull)
+        gradient: Gradient | None = yield Compute(step)
+        if meets:
+            centre = (yield Await((ticket,), "server"))[0]
+            replica.write(merging.elastic_pull(before, centre, synchrony.alpha))
+        if gradient is None:
+            return
+        if gradient.count:
+            replica.step(gradient.value)
+        step += 1
+
+
+def _elastic_rounds(synchrony: Synchrony, workers: int, replica: Replica) -> WorkerProgram:
+    """Synchronous EASGD (Zhang et al. 2015, eq. 2.3, 2.4); every worker keeps the same centre."""
+    centre = replica.read()
+    step = 0
+    while True:
+        before = replica.read()
+        meets = (step + 1) % synchrony.local_steps == 0
+        if meets:
+            ticket = yield Post(Address("meeting"), merging.Meet(step, before))
+        gradient: Gradient | None = yield Compute(step)
+        if meets:
+            average = (yield Await((ticket,), "meeting"))[0]
+            replica.write(merging.elastic_pull(before, centre, synchrony.alpha))
+            # Each worker moves the centre by beta (x_i - centre); their sum is n times the mean's.
+            centre = merging.elastic_pull(centre, average, synchrony.beta * workers)
+        if gradient is None:
+            return
+        if gradient.count:
+            replica.step(gradient.value)
+        step += 1
+
+
+# -- decentral, asynchronous: others change a worker's model -------------------------------------
+
+
+def _with_models(
+    run: AgreementRun, synchrony: Synchrony, replicas: Sequence[Replica], seed: int
+) -> None:
+    workers = len(replicas)
+    weight = 1 / workers if synchrony.merge == "push_sum" else 1.0
+    for worker, replica in enumerate(replicas):
+        run.add(Address("model", worker), merging.Model(replica, weight), worker)
+        match synchrony.merge:
+            case "pairwise":
+                others = mixing.partners(synchrony.place, worker, workers)
+                program = _pairwise_worker(worker, others, seed)
+            case "push_sum":
+                others = mixing.receives_from(synchrony.place, worker, workers)
+                program = _gossip_worker(synchrony, worker, others, seed)
+            case _:
+                program = _tree_worker(synchrony, worker, workers)
+        run.programs.append(program)
+
+
+def _own(worker: int, message: Any) -> Generator[Any, Any, Any]:
+    """Read or change one's own model, in its turn."""
+    answers = yield from _ask([Address("model", worker)], [message], "own model")
+    return answers[0]
+
+
+def _draws(seed: int, worker: int) -> random.Random:
+    return random.Random(f"whom worker {worker} meets, seed {seed}")
+
+
+def _pairwise_worker(worker: int, others: Sequence[int], seed: int) -> WorkerProgram:
+    """AD-PSGD (Lian et al. 2018, algorithm 1); without partners, only answer."""
+    draws = _draws(seed, worker)
+    step = 0
+    while True:
+        value = yield from _own(worker, merging.Read())
+        ticket = None
+        if others:
+            partner = Address("model", draws.choice(others))
+            ticket = yield Post(partner, merging.Pair(value))
+        gradient: Gradient | None = yield Compute(step, value)
+        if ticket is not None:
+            both = (yield Await((ticket,), "neighbour"))[0]
+            yield from _own(worker, merging.Replace(both))
+        if gradient is None:
+            return
+        yield from _own(worker, merging.Update(gradient))
+        step += 1
+
+
+def _gossip_worker(
+    synchrony: Synchrony, worker: int, others: Sequence[int], seed: int
+) -> WorkerProgram:
+    """GoSGD: now and then half of one's weight goes to somebody (Blot et al. 2016, alg. 3)."""
+    draws = _draws(seed, worker)
+    step = 0
+    while True:
+        value = yield from _own(worker, merging.Read())
+        gradient: Gradient | None = yield Compute(step, value)
+        if gradient is None:
+            return
+        yield from _own(worker, merging.Update(gradient))
+        if others and draws.random() < synchrony.probability:
+            model, weight = yield from _own(worker, merging.Halve())
+            listener = Address("model", draws.choice(others))
+            yield Post(listener, merging.Gossip(model, weight), wants=False)
+        step += 1
+
+
+def _tree_worker(synchrony: Synchrony, worker: int, workers: int) -> WorkerProgram:
+    """Tree EASGD: models go up and down at periods of their own (Langer et al. 2020, fig. 16)."""
+    parent = mixing.tree_parent(worker)
+    near: list[tuple[int, tuple[int, ...]]] = [
+        (synchrony.period_up, () if parent is None else (parent,)),
+        (synchrony.period_down, mixing.tree_children(worker, workers)),
+    ]
+    step = 0
+    while True:
+        value = yield from _own(worker, merging.Read())
+        gradient: Gradient | None = yield Compute(step, value)
+        if gradient is None:
+            return
+        yield from _own(worker, merging.Update(gradient))
+        step += 1
+        for period, others in near:
+            if others and step % period == 0:
+                model = yield from _own(worker, merging.Read())
+                for other in others:
+                    pull = merging.Pull(model, synchrony.alpha)
+                    yield Post(Address("model", other), pull, wants=False)
