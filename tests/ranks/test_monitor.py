@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import headway
-from headway.errors import PlanError, RecipeError, WorkerFailed
-from headway.plans import BatchSplit, data_parallel
+from headway.errors import HeadwayError, PlanError, RecipeError, WorkerFailed
+from headway.plans import BatchSplit, PipelinePlan, data_parallel, pipelined
 from headway.run.distributed.world import World
+from headway.run.executor import check_metrics
 from headway.run.training.callbacks import check_callback
 from headway.run.training.monitor import Monitor
 from support import monitored
@@ -157,6 +159,65 @@ def test_wrong_callbacks_metrics_and_names_are_refused():
             run.validate(points(5, 1), lambda model, batch, made=made: made)
 
 
-def test_metrics_of_a_pipeline_are_refused_before_training():
-    with pytest.raises(PlanError, match="metrics cannot be computed with stages"):
-        headway.train(RECIPE, processes=2, overrides=["stages=2"])
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, {"schedule": "chimera"}),  # each rank has a last stage
+        pytest.param(4, {"schedule": "1f1b"}, marks=pytest.mark.slow),  # two copies
+    ],
+)
+def test_metrics_of_a_pipeline_are_those_of_the_whole_model(ranks, options):
+    for found, expected in run_ranks(ranks, validated_in_stages, options):
+        for name, value in expected.items():
+            assert found[name] == pytest.approx(value, rel=1e-12), name
+
+
+def validated_in_stages(
+    world: Any, options: dict[str, Any]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """13 samples: the last batch has other micro-batches, and fewer of them."""
+    torch.manual_seed(0)
+    net = model().double()
+    expected = value_of(net)
+    pipeline = PipelinePlan(**options)
+    plan = pipelined(8, processes=world.size, stages=2, microbatch=2, pipeline=pipeline)
+    run = headway.Executor(
+        net, sgd(net), loss=monitored.double_loss, plan=plan, world=World.adopt()
+    )
+    found = run.validate(points(13, 2), monitored.double_metrics)
+    assert found["loss"] == run.evaluate(run.validation_loader(points(13, 2)))[0]
+    return found, expected
+
+
+def test_a_recipe_with_stages_has_the_metrics_of_the_serial_run(serial, tmp_path):
+    split = headway.train(
+        RECIPE, processes=2, directory=tmp_path / "run",
+        overrides=["stages=2", "microbatch=2", 'pipeline.schedule="1f1b"'],
+    )  # fmt: skip
+    assert (split.steps, split.best_step) == (serial.steps, serial.best_step)
+    assert split.metrics == pytest.approx(serial.metrics)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("twice", "the metrics function calls the model more than once"),
+        ("otherwise", "the metrics function calls the model in another way than the loss does"),
+        ("parameters", "the metrics function uses model.parameters, which it cannot in a pipeline"),
+    ],
+)
+def test_metrics_that_no_pipeline_can_compute_are_refused_before_the_first_step(
+    what, said, tmp_path
+):
+    with pytest.raises(HeadwayError, match=said):
+        headway.train(
+            RECIPE, processes=2, directory=tmp_path / "run",
+            overrides=["stages=2", "microbatch=2", f'arguments.what="{what}"'],
+        )  # fmt: skip
+    assert not events(tmp_path / "run", "step")
+
+
+def test_metrics_of_split_samples_are_refused():
+    plan = SimpleNamespace(split=SimpleNamespace(spatial={"0": ((0, 2),)}))
+    with pytest.raises(PlanError, match="metrics cannot be computed with split samples"):
+        check_metrics(plan)

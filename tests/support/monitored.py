@@ -43,6 +43,21 @@ def doubled(model: nn.Module, batch: Any) -> dict[str, Any]:
     return {**found, "margin": found["margin"] * len(batch[0])}
 
 
+def twice(model: nn.Module, batch: Any) -> dict[str, Any]:
+    return {**metrics(model, batch), **metrics(model, batch)}
+
+
+def otherwise(model: nn.Module, batch: Any) -> dict[str, Any]:
+    return {"accuracy": model(input=batch[0]).mean()}
+
+
+def parameters(model: nn.Module, batch: Any) -> dict[str, Any]:
+    return {**metrics(model, batch), "size": sum(p.numel() for p in model.parameters())}
+
+
+METRICS = {f.__name__: f for f in (doubled, twice, otherwise, parameters)}
+
+
 def sgd(model: nn.Module) -> SGD:
     return SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -118,7 +133,7 @@ def recipe(what: str = "") -> headway.Recipe:
         validate_every=3,
         checkpoint_every=3,
         checkpoint_keep=1,
-        metrics=doubled if what == "doubled" else metrics,
+        metrics=METRICS.get(what, metrics),
         monitor="accuracy",
         monitor_mode="max",
         early_stopping=4,

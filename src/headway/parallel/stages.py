@@ -212,6 +212,8 @@ def _like(example: Any, fields: dict[str, Any]) -> Any:
 
 
 LossFunction = Callable[[Any, Any], Any]
+LOSS, METRICS = "the loss", "the metrics function"
+"""Who calls the model, in messages."""
 _SETTINGS = (type(None), bool, str, bytes, Enum, torch.dtype, torch.device, torch.memory_format)
 
 
@@ -247,10 +249,11 @@ class StageCompleted(BaseException):
 
 
 class ModelProxy:
-    """Looks like the model to a loss that calls it once.
+    """Looks like the model to a loss, or to metrics, that call it once.
 
     Args:
         foreign: Parameters and buffers that other stages hold, with a name to show.
+        caller: Whom messages name.
     """
 
     def __init__(
@@ -258,17 +261,20 @@ class ModelProxy:
         model: nn.Module,
         run: Callable[[tuple[Any, ...], dict[str, Any]], Any],
         foreign: Mapping[Tensor, str] | None = None,
+        *,
+        caller: str = LOSS,
     ) -> None:
         self._model = model
         self._run = run
         self._foreign = foreign or {}
+        self._caller = caller
         self.calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
         if self.calls > 1:
             raise RecipeError(
-                "the loss calls the model more than once",
+                f"{self._caller} calls the model more than once",
                 where=user_line(),
                 why="In a pipeline, a micro-batch goes through the stages once.",
                 fix="Call the model once, with the inputs of both calls concatenated, or move the "
@@ -284,16 +290,25 @@ class ModelProxy:
             tensors = [value] if isinstance(value, Tensor) else []
         elsewhere = next((t for t in tensors if t in self._foreign), None)
         if elsewhere is not None:
-            raise _forbidden_attribute(name, f"{self._foreign[elsewhere]} is in another stage.")
+            raise self._forbidden(name, f"{self._foreign[elsewhere]} is in another stage.")
         # A method of the model would run all of it, past the stages.
         if getattr(value, "__self__", None) is self._model:
-            raise _forbidden_attribute(
+            raise self._forbidden(
                 name, "It is a method of the whole model, and no rank holds all of that."
             )
         return value
 
+    def _forbidden(self, name: str, why: str) -> RecipeError:
+        return RecipeError(
+            f"{self._caller} uses model.{name}, which it cannot in a pipeline",
+            where=user_line(),
+            why=f"Each rank holds only its stage of the model. {why}",
+            fix=f"Compute what {self._caller} needs in the model's forward and return it with the "
+            "output.",
+        )
+
     def compute(self, loss: LossFunction, data: Any) -> Any:
-        """The loss of a micro-batch; None where the loss was unwound.
+        """What a loss makes of a micro-batch; None where it was unwound.
 
         Raises:
             RecipeError: It does not call the model exactly once, or uses it in another way.
@@ -306,9 +321,9 @@ class ModelProxy:
             return None
         if not self.calls:
             raise RecipeError(
-                "the loss does not call the model",
+                f"{self._caller} does not call the model",
                 why="A pipeline finds the model's inputs by watching that call: model(...).",
-                fix="Call the model that the loss is given: output = model(inputs).",
+                fix=f"Call the model that {self._caller} is given: output = model(inputs).",
             )
         return value
 
@@ -321,15 +336,6 @@ def user_line() -> str:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
-
-
-def _forbidden_attribute(name: str, why: str) -> RecipeError:
-    return RecipeError(
-        f"the loss uses model.{name}, which it cannot in a pipeline",
-        where=user_line(),
-        why=f"Each rank holds only its stage of the model. {why}",
-        fix="Compute what the loss needs in the model's forward and return it with the output.",
-    )
 
 
 # A model cut into stages: what each computes, what enters it and what leaves it.
@@ -472,7 +478,9 @@ class ModelStages:
         for check in self.checks:
             check()
 
-    def leaves_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    def leaves_of(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], caller: str = LOSS
+    ) -> tuple[Any, ...]:
         """What varies in a call of the model.
 
         Raises:
@@ -481,7 +489,8 @@ class ModelStages:
         call = ModelCall.of(args, kwargs)
         if call.structure != self.structure:
             raise RunError(
-                "the loss calls the model in another way than with the first micro-batch",
+                f"{caller} calls the model in another way than "
+                f"{'with the first micro-batch' if caller == LOSS else LOSS + ' does'}",
                 where=user_line(),
                 why="The stages were made for the same arguments, the same keys of dicts and the "
                 "same flags; only the sizes of tensors, and numbers, may change.",

@@ -404,7 +404,8 @@ class Executor:
             "loss" and each metric.
 
         Raises:
-            PlanError: Metrics of a model that no rank calls as a whole (stages, split samples).
+            PlanError: Metrics of split samples, of which no rank has a whole one.
+            RecipeError: In a pipeline: metrics that call the model otherwise than once.
             RecipeError: A metric is neither a mean nor a pair (sum, count).
         """
         if isinstance(examples, Loader):
@@ -443,7 +444,6 @@ class Executor:
         self.flush()
         self.strategy.parameters.share_buffers()
         found: dict[str, tuple[float, float]] = {}
-        sums = self._sums if self.pipeline is None else self.pipeline.evaluate
         # float64, because counts above 2^24 are not exact in float32.
         totals = torch.zeros(3, dtype=torch.float64)
         for batch in batches:
@@ -452,7 +452,7 @@ class Executor:
             wide = double_precision(self.plan.memory.precision)
             with evaluating(self.model), torch.no_grad(), wide:
                 # All ranks that share a sample have computed its loss: only one of them counts.
-                totals += sums(batch) * self.plan.counts(self.world.rank)
+                totals += self._sums(batch) * self.plan.counts(self.world.rank)
                 if metrics is not None:
                     add_sums(found, self._metric_sums(batch, metrics))
         doing = f"validation of step {self.steps_done + 1}"
@@ -465,10 +465,8 @@ class Executor:
     def _metric_sums(self, batch: RankBatch, metrics: Metrics) -> dict[str, tuple[float, float]]:
         """Of this rank's part of a batch: sum and count of each metric."""
         sums: dict[str, tuple[float, float]] = {}
-        for micro in batch.micros:
-            add_sums(sums, metric_sums(self._apply(metrics, micro), len(micro.positions)))
-        for _ in range(self._spare.lacking(batch)):
-            self._apply(metrics, self._spare.micro)
+        for value, samples in self._evaluated(batch, metrics):
+            add_sums(sums, metric_sums(value, samples))
         return sums
 
     def _mean_metrics(self, own: Mapping[str, tuple[float, float]], doing: str) -> dict[str, float]:
@@ -484,17 +482,21 @@ class Executor:
             add_sums(sums, each)
         return {name: total / count if count else math.nan for name, (total, count) in sums.items()}
 
-    def cut(self, batch: RankBatch | None) -> None:
+    def cut(self, batch: RankBatch | None, metrics: Metrics | None = None) -> None:
         """Cut the model into the plan's stages, or split its layers; collective.
 
         The first `step` does it, too. Each rank keeps its own part.
 
         Args:
             batch: Any batch that the model can be called with; only that of rank 0 is used.
+            metrics: Which validation will compute: tried with the stages as the loss is.
 
         Raises:
             PlanError: The model cannot be cut.
+            RecipeError: Loss or metrics do not call the model exactly once.
         """
+        if self.pipeline is not None and metrics is not None:
+            self.pipeline.metrics = metrics
         if self._check_loss is not None and batch is not None and batch.micros:
             self._check_loss(batch)
             self._check_loss = None
@@ -711,12 +713,22 @@ class Executor:
 
     def _sums(self, batch: RankBatch) -> Tensor:
         """Of a batch: loss, what it is a sum over, samples."""
-        found = [(*map(float, self._sum_and_count(m)), len(m.positions)) for m in batch.micros]
-        # Other ranks gather sharded weights for the passes that this one lacks, and need it there.
-        for _ in range(self._spare.lacking(batch)):
-            self._sum_and_count(self._spare.micro)
+        found = [(*map(float, sum_and_count(v, n)), n) for v, n in self._evaluated(batch)]
         # The row of zeros is for a rank that a ragged batch leaves without micro-batches.
         return torch.tensor([(0.0, 0.0, 0), *found], dtype=torch.float64).sum(0)
+
+    def _evaluated(
+        self, batch: RankBatch, metrics: Metrics | None = None
+    ) -> list[tuple[Any, int]]:
+        """What the loss, or metrics, make of each of this rank's micro-batches; its samples."""
+        if self.pipeline is not None:
+            return self.pipeline.evaluate(batch, metrics)
+        function = self._loss if metrics is None else metrics
+        found = [(self._apply(function, micro), len(micro.positions)) for micro in batch.micros]
+        # Other ranks gather sharded weights for the passes that this one lacks, and need it there.
+        for _ in range(self._spare.lacking(batch)):
+            self._apply(function, self._spare.micro)
+        return found
 
     def _sum_and_count(self, micro: MicroBatch) -> tuple[Tensor, Tensor | float]:
         return sum_and_count(self._apply(self._loss, micro), len(micro.positions))
@@ -800,17 +812,17 @@ def _carry_out(do: Callable[[], None], _: Instruction) -> None:
 
 
 def check_metrics(plan: Plan) -> None:
-    """Refuse metrics where no rank calls the whole model on whole samples.
+    """Refuse metrics where no rank calls the model on whole samples.
 
     Raises:
-        PlanError: Of a pipeline, or of split samples.
+        PlanError: Of split samples.
     """
-    what = "stages" if plan.pipe_degree > 1 else "split samples" if plan.split.spatial else ""
-    if what:
+    if plan.split.spatial:
         raise PlanError(
-            f"metrics cannot be computed with {what}",
-            problems=["no rank calls the whole model on a whole sample"],
-            fix='Leave out metrics and monitor="loss", or split the model by zero or tensor.',
+            "metrics cannot be computed with split samples",
+            problems=["no rank calls the model on a whole sample"],
+            fix='Leave out metrics and monitor="loss", or split the model by stages, zero or '
+            "tensor.",
         )
 
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from functools import partial
 from time import perf_counter, time
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,7 +24,11 @@ from torch import Tensor, nn
 from headway.data import MicroBatch, RankBatch, SampleParts
 from headway.errors import PlanError, RecipeError
 from headway.parallel.pipeline.data_parallel import StageGradientSync
-from headway.parallel.pipeline.partition.cut import run_at_model_call, run_stages
+from headway.parallel.pipeline.partition.cut import (
+    check_metrics_call,
+    run_at_model_call,
+    run_stages,
+)
 from headway.parallel.pipeline.runtime.executor import (
     Pipeline,
     PipelineCallbacks,
@@ -32,7 +37,7 @@ from headway.parallel.pipeline.runtime.executor import (
     open_shared_memory_streams,
 )
 from headway.parallel.spatial.spatial_context import SpatialContext
-from headway.parallel.stages import ModelStages
+from headway.parallel.stages import LOSS, METRICS, ModelStages
 from headway.plans import Plan
 from headway.plans.layer_split import SPACE
 from headway.plans.pipeline import PIPE_AXIS
@@ -44,7 +49,7 @@ from headway.run.pipeline.stage_ownership import (
     parameter_ownership,
     partition_model,
 )
-from headway.run.recipe.recipe import Loss, sum_and_count
+from headway.run.recipe.recipe import Loss, Metrics, sum_and_count
 from headway.run.step.batch import SpatialInputs, spatial_context
 from headway.run.step.forward_pass import ForwardPass
 from headway.run.step.randomness import StageRandomness
@@ -68,6 +73,7 @@ class PipelineEvaluation:
 
     Args:
         table: The lowered table of a step; its forwards are used.
+        function: A loss, or metrics; `caller` is what messages call it.
     """
 
     def __init__(
@@ -76,38 +82,42 @@ class PipelineEvaluation:
         table: PipelineSchedule,
         team: PipelineRanks,
         *,
-        loss: Loss,
+        function: Loss | Metrics,
+        caller: str,
         arithmetic: Callable[[], AbstractContextManager[Any]],
         doing: Callable[[Action], None],
     ) -> None:
         self._most = table.num_microbatches
         self._micros: tuple[MicroBatch, ...] = ()
-        self._totals = torch.zeros(3, dtype=torch.float64)
+        self._found: list[tuple[Any, int]] = []
         calls = PipelineCallbacks(
-            loss=loss, share=self._add, around=lambda *_: arithmetic(), doing=doing, step=None
+            loss=function,
+            share=self._keep,
+            around=lambda *_: arithmetic(),
+            doing=doing,
+            caller=caller,
         )
         self._pipeline = Pipeline(stages, forward_only_schedule(table, self._most), team, calls)
 
-    def run(self, micros: tuple[MicroBatch, ...], prepare: Callable[[Any], Any]) -> Tensor:
-        """Sums over the micro-batches that end on this rank: loss, what it is over, samples.
+    def run(
+        self, micros: tuple[MicroBatch, ...], prepare: Callable[[Any], Any]
+    ) -> list[tuple[Any, int]]:
+        """For each micro-batch that ends on this rank what the function returns, and its samples.
 
         Args:
             micros: Of this rank's pipeline, the same on all its ranks; any number of them.
         """
-        self._totals = torch.zeros(3, dtype=torch.float64)
+        self._found = []
         # A batch of more micro-batches than the table has goes through in several runs.
         for first in range(0, len(micros), self._most):
             self._micros = micros[first : first + self._most]
             self._pipeline.evaluate([prepare(micro.data) for micro in self._micros])
         self._micros = ()
-        return self._totals
+        return self._found
 
-    def _add(self, value: Any, microbatch: int) -> Tensor:
-        samples = len(self._micros[microbatch].positions)
-        total, count = sum_and_count(value, samples)
-        found = float(total), float(count), samples
-        self._totals += torch.tensor(found, dtype=torch.float64)
-        return total
+    def _keep(self, value: Any, microbatch: int) -> Tensor:
+        self._found.append((value, len(self._micros[microbatch].positions)))
+        return torch.zeros(())  # there is no backward
 
 
 class UpdateGroupWeights:
@@ -244,6 +254,7 @@ class PipelineRunner:
 
     Attributes:
         losses: Shares of the global loss of the last step, of the micro-batches that end here.
+        metrics: Which validation will compute; set before the cut, they are tried there.
         ownership: Which rank holds which parameter; None before the model is cut.
         stages: None before the model is cut.
     """
@@ -278,6 +289,7 @@ class PipelineRunner:
         )
         self.losses: list[Tensor] = []
         self.counts: list[Tensor | float] = []
+        self.metrics: Metrics | None = None
         self.ownership: ParameterOwnership | None = None
         self.stages: ModelStages | None = None
         self._randomness: StageRandomness | None = None
@@ -286,7 +298,7 @@ class PipelineRunner:
         self._pipelines: dict[int, Pipeline] = {}
         self._notes: dict[int, PipelineTrace] = {}
         self._summed: dict[int, StageGradientSum] = {}
-        self._evaluation: PipelineEvaluation | None = None
+        self._evaluations: dict[str, tuple[Loss | Metrics, PipelineEvaluation]] = {}
         self._copies = _copies(plan, rank)
         self._batch: RankBatch | None = None
         self._shares: dict[int, tuple[Tensor, Tensor | float]] = {}
@@ -328,11 +340,32 @@ class PipelineRunner:
         record.messages += notes.messages()
         record.flights += notes.flights()
 
-    def evaluate(self, batch: RankBatch) -> Tensor:
-        """Sums over the micro-batches that end here: loss, count, samples; in eval mode."""
-        assert self._evaluation is not None
+    def evaluate(self, batch: RankBatch, metrics: Metrics | None = None) -> list[tuple[Any, int]]:
+        """What the loss, or metrics, return for the micro-batches that end here; in eval mode.
+
+        Returns:
+            Each with the number of samples.
+        """
+        function = self._forward.loss if metrics is None else metrics
+        caller = LOSS if metrics is None else METRICS
+        known, evaluation = self._evaluations.get(caller, (None, None))
+        if evaluation is None or known is not function:
+            evaluation = self._evaluate_with(function, caller)
+            self._evaluations[caller] = function, evaluation
         with self._weights.weights():
-            return self._evaluation.run(batch.micros, self._forward.prepare)
+            return evaluation.run(batch.micros, self._forward.prepare)
+
+    def _evaluate_with(self, function: Loss | Metrics, caller: str) -> PipelineEvaluation:
+        assert self.stages is not None
+        return PipelineEvaluation(
+            self.stages,
+            self._pipelines[self._parts].schedule,
+            self._team,
+            function=partial(self._compute, function),
+            caller=caller,
+            arithmetic=self._forward.arithmetic,
+            doing=self._doing,
+        )
 
     # -- once ------------------------------------------------------------------------------------
 
@@ -373,8 +406,7 @@ class PipelineRunner:
 
     def _cut(self, data: Any, loss: Loss) -> None:
         forward, plan = self._forward, self._plan
-        assert plan.batch.parts is not None
-        full = self._schedule(plan.batch.parts)
+        full = self._schedule(self._parts)
         self.stages = stages = partition_model(
             forward.model,
             loss,
@@ -384,6 +416,9 @@ class PipelineRunner:
             arithmetic=forward.arithmetic,
             remark=self._remark,
         )
+        if self.metrics is not None:
+            with forward.arithmetic():
+                check_metrics_call(stages, self.metrics, data)
         full = replace(full, skips=stages.skips)
         sites = forward.probe(data, loss)
         self._randomness = StageRandomness(
@@ -405,14 +440,6 @@ class PipelineRunner:
         self._sums = StageGradientSync(stages, table, self._team, copies=self._copies, kept=kept)
         self._summed = _summed(stages, table, len(self._copies))
         self._pipelines[table.num_microbatches] = self._make(stages, table)
-        self._evaluation = PipelineEvaluation(
-            stages,
-            table,
-            self._team,
-            loss=self._loss,
-            arithmetic=forward.arithmetic,
-            doing=self._doing,
-        )
 
     def _with_streams(self, table: PipelineSchedule) -> PipelineRanks:
         world = self._world
@@ -432,6 +459,12 @@ class PipelineRunner:
             run_at_model_call(
                 self._forward.model, loss, data, lambda call: run_stages(stages, call)
             )
+
+    @property
+    def _parts(self) -> int:
+        """Micro-batches of a full batch."""
+        assert self._plan.batch.parts is not None
+        return self._plan.batch.parts
 
     def _schedule(self, parts: int) -> PipelineSchedule:
         return self._plan.pipeline.make(self._plan.pipe_degree, parts)
@@ -492,8 +525,11 @@ class PipelineRunner:
         return share / self._plan.mesh.degree(SPACE)  # each of these ranks has the whole loss
 
     def _loss(self, model: Any, data: Any) -> Any:
+        return self._compute(self._forward.loss, model, data)
+
+    def _compute(self, function: Loss | Metrics, model: Any, data: Any) -> Any:
         model = self._weights.entering(model)
-        return self._forward.loss(model, data if self._inputs is None else self._inputs(data))
+        return function(model, data if self._inputs is None else self._inputs(data))
 
     def _around(self, stage: int, microbatch: int, phase: str) -> AbstractContextManager[Any]:
         assert self._randomness is not None

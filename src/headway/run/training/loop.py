@@ -219,7 +219,7 @@ class Training:
             options: dict[str, Any] = {"epochs": 1, "drop_last": self._recipe.drop_last}
             with self.executor.loader(self._data, alone=True, **options) as loader:
                 first = next(iter(loader))
-        self.executor.cut(first)
+        self.executor.cut(first, self._recipe.metrics)
         held = self.executor.strategy.parameters
         self.trained = replace(self.trained, away=held.away, layout=held.layers)
 

@@ -44,6 +44,8 @@ from headway.parallel.pipeline.partition.tracing import (
     without_caches,
 )
 from headway.parallel.stages import (
+    LOSS,
+    METRICS,
     MODEL_INPUT,
     LossFunction,
     ModelCall,
@@ -310,19 +312,45 @@ def record_call(loss: LossFunction, model: nn.Module, data: Any) -> ModelCall:
     return run_at_model_call(model, loss, data, lambda call: call)
 
 
-def check_loss(stages: ModelStages, loss: LossFunction, data: Any) -> ModelStages:
+def check_loss(
+    stages: ModelStages, loss: LossFunction, data: Any, *, caller: str = LOSS
+) -> ModelStages:
     """The stages, after a loss has been computed with them: every rank sees what one would.
 
     Raises:
         RecipeError: The loss uses the model otherwise than by one call.
+        RunError: It calls the model in another way than the stages are for.
     """
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        stages.leaves_of(args, kwargs, caller)
         return run_stages(stages, ModelCall.of(args, kwargs))
 
     with preserve_model_state(stages.model):
-        ModelProxy(stages.model, run, stages.foreign).compute(loss, data)
+        ModelProxy(stages.model, run, stages.foreign, caller=caller).compute(loss, data)
     return stages
+
+
+def check_metrics_call(stages: ModelStages, metrics: LossFunction, data: Any) -> None:
+    """Whether stages can serve metrics as the model would, in eval mode.
+
+    Args:
+        data: Of one micro-batch of the training data.
+
+    Raises:
+        RecipeError: They use the model otherwise than by one call.
+        RunError: They call it in another way than the loss.
+    """
+    evaluating = stages.evaluating or stages
+    try:
+        with training_mode(stages.model, False), torch.no_grad():
+            check_loss(evaluating, metrics, data, caller=METRICS)
+    except HeadwayError:
+        raise
+    except Exception:  # validation data may be of another form than the training data
+        return
+    finally:
+        reshard_stages(evaluating)
 
 
 def trace_units(model: nn.Module, call: ModelCall, stages: int) -> Trace:

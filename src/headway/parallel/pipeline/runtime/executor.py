@@ -45,7 +45,7 @@ from headway.parallel.pipeline.runtime.stage_execution import (
     StageExecutor,
 )
 from headway.parallel.pipeline.runtime.weight_stashing import WeightVersionPlan, WeightVersions
-from headway.parallel.stages import LossFunction, ModelStages
+from headway.parallel.stages import LOSS, LossFunction, ModelStages
 from headway.schedule.lowering import completed_sends, lower
 from headway.schedule.pipeline_schedule import Action, ActionKind, PipelineSchedule
 
@@ -142,6 +142,7 @@ class PipelineCallbacks:
         entering: Told the stage where its own part of a forward, in these contexts, begins.
         step: STEP: update the stage's parameters by their `.grad`, and clear that.
         doing: Told the action for which this rank is about to wait.
+        caller: What messages call `loss`.
     """
 
     loss: LossFunction
@@ -151,6 +152,7 @@ class PipelineCallbacks:
     sync: GradientSync | None = None
     step: Callable[[int], None] | None = None
     doing: Callable[[Action], None] | None = None
+    caller: str = LOSS
 
 
 class RankActions:
@@ -285,6 +287,7 @@ class RankActions:
             recompute=stage in self._schedule.recompute and not self._schedule.blockwise,
             versions=self._versions[pipe, stage],
             device=self._team.device,
+            caller=self._calls.caller,
         )
 
     # -- bound calls -------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from headway.parallel.pipeline.runtime.p2p import MessageFormat, StageLink
 from headway.parallel.pipeline.runtime.weight_stashing import LIVE_VERSION, WeightVersions
 from headway.parallel.stages import (
+    LOSS,
     MODEL_INPUT,
     LossFunction,
     ModelProxy,
@@ -340,6 +341,7 @@ class StageExecutor:
         recompute: bool,
         versions: WeightVersions,
         device: torch.device,
+        caller: str = LOSS,
     ) -> None:
         self.stage: Stage = stages[number]
         self.losses: dict[int, Tensor] = {}
@@ -357,7 +359,8 @@ class StageExecutor:
         self._is_last = number == len(stages) - 1
         # Entered a second time, values must be what they were the first time.
         self._copies = recompute and self.stage.alters
-        self._stand_in = ModelProxy(stages.model, self._call, stages.foreign)
+        self._caller = caller
+        self._stand_in = ModelProxy(stages.model, self._call, stages.foreign, caller=caller)
         # What enters goes to `_StageEntry` by the side; this makes autograd record its node.
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._passes: dict[int, _MicrobatchState] = {}
@@ -444,7 +447,7 @@ class StageExecutor:
         """What the loss's call of the model does here."""
         inputs: Sequence[Any] = ()
         if self.stage.uses_inputs:
-            inputs = self._stages.leaves_of(args, kwargs)
+            inputs = self._stages.leaves_of(args, kwargs, self._caller)
             inputs = _copies(inputs) if self._copies else inputs
         # No reference stays here, so that the stage can free its inputs as soon as they are used
         # up.
