@@ -87,6 +87,14 @@ MISTAKES = {
         {"loss": functools.partial(nn.functional.mse_loss, reduction="sum")},
         "write reduction='mean'",
     ),
+    "a criterion of one argument": (
+        {"loss": lambda output: output.mean()},
+        "(output) is called with (output, target): write loss=headway.criterion(lambda output, ta",
+    ),
+    "a criterion that needs more": (
+        {"loss": nn.TripletMarginLoss()},
+        "also needs negative: write loss=lambda output, target: TripletMarginLoss()(",
+    ),
     "a loss of one argument": ({"loss": lambda model: 0}, "is called with (model, batch): write"),
     "a tensor": ({"data": X}, "write data=torch.utils.data.TensorDataset(x)"),
     "tensors": ({"data": (X, Y)}, "write data=torch.utils.data.TensorDataset(x, y)"),
@@ -299,6 +307,60 @@ def test_a_mistake_in_a_call_is_one_sentence_with_what_to_write(mistake):
         call()
     assert said in refused.value.what
     assert refused.value.where.startswith(__file__)
+
+
+NOT_FITTING = {
+    "a criterion by other names": (
+        {"loss": lambda o, t: (o - t).square().mean()},
+        "loss: o is the model here and t the batch, as of every loss: write "
+        "loss=headway.criterion(lambda o, t: ...) if it compares output and target",
+    ),
+    "torch's criterion in it": (
+        {"loss": lambda o, t: nn.functional.cross_entropy(o, t)},
+        "loss=headway.criterion(lambda o, t: ...)",
+    ),
+    "targets of another shape": (
+        {"loss": nn.CrossEntropyLoss(), "data": TensorDataset(X, Y[:, :1])},
+        "loss: CrossEntropyLoss() cannot compare the model's output, a tensor of shape "
+        "[4, 2] (float32), with the target of data, a tensor of shape [4, 1] (float32)",
+    ),
+    "numbers that are no class": (
+        {"loss": nn.CrossEntropyLoss(), "data": TensorDataset(X, torch.full((8,), 7))},
+        "with the target of data, a tensor of shape [4] (int64)",
+    ),
+    "inputs of another shape": (
+        {"data": TensorDataset(X[:, :3], Y)},
+        "model: Linear cannot be called with the input of data, a tensor of shape [4, 3] (float32)",
+    ),
+    "dictionaries": (
+        {"data": [{"x": X[i], "y": Y[i], "z": 0} for i in range(8)]},
+        "data: a criterion takes batches of (input, target), and this one is a dict of x, y, z",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", NOT_FITTING)
+def test_what_does_not_fit_names_the_field_before_torchs_line(mistake):
+    fields, said = NOT_FITTING[mistake]
+    data = fields.pop("data", TensorDataset(X, Y))
+    run = executor(**fields)
+    batch = next(iter(run.batches(data)))
+    with pytest.raises(headway.RecipeError) as refused:
+        run.step(batch)
+    assert said in refused.value.what
+    assert "Error: " in refused.value.why
+    assert refused.value.where.startswith("tests/single/test_accepted_forms.py") == (
+        "lambda o" in said
+    )
+
+
+def test_an_error_of_the_users_own_code_stays_as_it_is():
+    def loss(output, target):
+        raise ValueError("no such table")
+
+    run = executor(loss=loss)
+    with pytest.raises(ValueError, match="no such table"):
+        run.step(next(iter(run.batches(TensorDataset(X, Y)))))
 
 
 @pytest.mark.parametrize("trained", [True, False])

@@ -42,6 +42,7 @@ from headway.run.distributed.process_groups import global_norm
 from headway.run.distributed.world import World
 from headway.run.pipeline.step import check_last_batch
 from headway.run.recipe.accepted_forms import with_article
+from headway.run.recipe.loss_errors import loss_errors_explained
 from headway.run.recipe.recipe import Loss, Metrics, check_trains, metric_sums, sum_and_count
 from headway.run.recipe.schema import Precision
 from headway.run.step.batch import (
@@ -249,6 +250,7 @@ class Executor:
         self._loss = (
             loss if self.plan.pipe_degree > 1 else spatial_loss(loss, self.plan, self.world)
         )
+        self._given_loss = loss
         self._clip = clip
         self._next_epoch = 0
         self._after: Cursor | None = None
@@ -371,7 +373,8 @@ class Executor:
         )
         if not self.model.training:  # else modules that the user has put into eval mode stay there
             self.model.train()
-        self._carry_out(program)
+        with loss_errors_explained(self._given_loss):
+            self._carry_out(program)
         self.steps_done += 1
         self._next_epoch = batch.start.epoch + 1
         self._after = batch.after
@@ -450,7 +453,8 @@ class Executor:
             self._spare.note(batch)
             self.cut(batch)
             wide = double_precision(self.plan.memory.precision)
-            with evaluating(self.model), torch.no_grad(), wide:
+            told = loss_errors_explained(self._given_loss)
+            with told, evaluating(self.model), torch.no_grad(), wide:
                 # All ranks that share a sample have computed its loss: only one of them counts.
                 totals += self._sums(batch) * self.plan.counts(self.world.rank)
                 if metrics is not None:
@@ -500,7 +504,8 @@ class Executor:
         if self._check_loss is not None and batch is not None and batch.micros:
             self._check_loss(batch)
             self._check_loss = None
-        with double_precision(self.plan.memory.precision):
+        wide = double_precision(self.plan.memory.precision)
+        with wide, loss_errors_explained(self._given_loss):
             self._sites = self.strategy.prepare(batch) or self._sites
         self._divided = True
 
@@ -717,9 +722,7 @@ class Executor:
         # The row of zeros is for a rank that a ragged batch leaves without micro-batches.
         return torch.tensor([(0.0, 0.0, 0), *found], dtype=torch.float64).sum(0)
 
-    def _evaluated(
-        self, batch: RankBatch, metrics: Metrics | None = None
-    ) -> list[tuple[Any, int]]:
+    def _evaluated(self, batch: RankBatch, metrics: Metrics | None = None) -> list[tuple[Any, int]]:
         """What the loss, or metrics, make of each of this rank's micro-batches; its samples."""
         if self.pipeline is not None:
             return self.pipeline.evaluate(batch, metrics)

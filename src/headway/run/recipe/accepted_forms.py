@@ -131,8 +131,10 @@ class CriterionLoss:
     function: Callable[[Any, Any], Tensor]
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        # `loss_errors` finds these names in the traceback of an error.
         inputs, target = batch
-        return self.function(model(inputs), target)
+        output = model(inputs)
+        return self.function(output, target)
 
     def __str__(self) -> str:
         return f"criterion({describe_value(self.function)})"
@@ -264,7 +266,7 @@ def as_criterion(value: Any) -> CriterionLoss:
     """The loss of a criterion (output, target).
 
     Raises:
-        ValueError: It is known to give no mean over the samples.
+        ValueError: It is known to give no mean over the samples, or is called otherwise.
     """
     keywords = value.keywords if isinstance(value, functools.partial) else {}
     said = keywords.get("reduction", getattr(value, "reduction", "mean"))
@@ -273,6 +275,7 @@ def as_criterion(value: Any) -> CriterionLoss:
             f"reduction={said!r} is not the mean over the samples: write reduction='mean', or a "
             "loss of (model, batch) that returns (sum, count)"
         )
+    _check_call("criterion", value, 2)
     return CriterionLoss(value)
 
 
@@ -281,8 +284,8 @@ def _is_criterion(value: Any) -> bool:
     module = getattr(_inner(value), "__module__", None) or ""
     if module == functional.__name__ or (isinstance(value, nn.Module) and _is_of_torch(module)):
         return True
-    first, second, *_ = [*_names(value.forward if isinstance(value, nn.Module) else value), "", ""]
-    return first in _OUTPUTS or (second in _TARGETS and first not in _MODELS)
+    first, second, *_ = [*_names(value), "", ""]
+    return first in _OUTPUTS or (second in _TARGETS and first not in MODELS)
 
 
 def _is_of_torch(module: str) -> bool:
@@ -390,6 +393,7 @@ _EXAMPLES = {
     "data": "lambda: MyDataset('train')",
     "validation": "lambda: MyDataset('valid')",
     "loss": "torch.nn.CrossEntropyLoss()",
+    "criterion": "headway.criterion(lambda output, target: (output - target).abs().mean())",
     "optimizer": "lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)",
     "scheduler": "lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)",
     "collate": "torch.utils.data.default_collate",
@@ -402,6 +406,7 @@ _EXAMPLES = {
 _CALLED_WITH = {
     "metrics": ("model", "batch"),
     "loss": ("model", "batch"),
+    "criterion": ("output", "target"),
     "optimizer": ("model",),
     "scheduler": ("optimizer",),
     "collate": ("samples",),
@@ -410,7 +415,7 @@ _CALLED_WITH = {
 _TARGETS = ("target", "targets", "label", "labels", "y_true", "y")
 _OUTPUTS = ("output", "outputs", "out", "pred", "preds", "prediction", "predictions", "logits",
     "scores", "y_pred", "y_hat")  # fmt: skip
-_MODELS = ("model", "module", "net", "network")
+MODELS = ("model", "module", "net", "network")
 KEYWORDS_OF_OTHERS = {
     **dict.fromkeys(("epochs", "num_epochs", "max_epochs"), 'stop="3 epochs"'),
     **dict.fromkeys(("steps", "max_steps", "num_steps"), 'stop="300 steps"'),
@@ -462,20 +467,21 @@ def _check_call(field: str, value: Any, given: int) -> None:
     if not callable(value):
         raise ValueError(f"{with_article(value)} cannot be used: write {field}={_EXAMPLES[field]}")
     try:
-        inspect.signature(value).bind(*[None] * given)
+        _signature(value).bind(*[None] * given)
     except TypeError:
         names = ", ".join(_CALLED_WITH.get(field, ()))
+        written = "loss" if field == "criterion" else field
         short = _short_name(value)
         needed = [name for name in _needed(value) if name != "self"][given:]
         if given <= len(_needed(value)) and needed:
             arguments = ", ".join([*_CALLED_WITH.get(field, ()), *(f"{n}=..." for n in needed)])
             shown = f"{f'lambda {names}' if names else 'lambda'}: {short}({arguments})"
             raise ValueError(
-                f"{short} also needs {', '.join(needed)}: write {field}={shown}"
+                f"{short} also needs {', '.join(needed)}: write {written}={shown}"
             ) from None
         raise ValueError(
-            f"{short}{inspect.signature(value)} is called with ({names}): "
-            f"write {field}={_EXAMPLES[field]}"
+            f"{short}{_signature(value)} is called with ({names}): "
+            f"write {written}={_EXAMPLES[field]}"
         ) from None
     except ValueError:  # some classes written in C show no signature
         return
@@ -485,14 +491,18 @@ def _needed(value: Any) -> list[str]:
     kinds = inspect.Parameter
     return [
         p.name
-        for p in inspect.signature(value).parameters.values()
+        for p in _signature(value).parameters.values()
         if p.default is p.empty and p.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
     ]
 
 
+def _signature(value: Any) -> inspect.Signature:
+    return inspect.signature(value.forward if isinstance(value, nn.Module) else value)
+
+
 def _names(function: Any) -> list[str]:
     try:
-        return list(inspect.signature(function).parameters)
+        return list(_signature(function).parameters)
     except (TypeError, ValueError):
         return []
 
