@@ -122,7 +122,7 @@ def test_verify_holds_metrics_and_monitor_against_the_serial_run():
     ("change", "said"),
     [
         (
-            {"validation": None},
+            {"validation": None, "metrics": None, "validate_every": 0},
             "early_stopping and keep_best and ReduceLROnPlateau: the recipe has",
         ),
         ({"metrics": None}, "monitor is 'accuracy', and the recipe has no metrics"),

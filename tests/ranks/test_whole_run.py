@@ -24,6 +24,28 @@ def test_training_and_resumed_runs_end_as_the_serial_run():
         assert kinds == {"loss", "facts", "parameter", "optimizer", "validation", "journal"}
 
 
+def test_a_recipe_file_without_validation_is_compared_too(tmp_path):
+    file = tmp_path / "recipe.toml"
+    file.write_text(WITHOUT_VALIDATION)
+    assert all(end.equal for end in ends(str(file)).values())
+
+
+WITHOUT_VALIDATION = """
+name = "plain"
+batch = 12
+stop = 8
+[model]
+call = "support.recipes:Mlp"
+[data]
+call = "support.recipes:Points"
+[loss]
+criterion = "torch.nn:CrossEntropyLoss"
+[optimizer]
+call = "torch.optim:SGD"
+lr = 0.1
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",

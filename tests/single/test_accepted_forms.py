@@ -117,6 +117,14 @@ MISTAKES = {
     "a rate": ({"lr": 0.1}, "argument lr: write optimizer=lambda model: torch.optim.AdamW(model"),
     "a misspelt unit": ({"batch": "64 sampels"}, 'for example "64 samples"'),
     "a precision of another library": ({"precision": "fp16"}, "'float32', 'float64' or 'bfloat16'"),
+    "a validation of nothing": (
+        {"validate_every": 5},
+        "validate_every: there is no validation data: write validation=lambda: MyDataset('valid')",
+    ),
+    "metrics of nothing": (
+        {"metrics": lambda model, batch: {}, "validation_samples": 3},
+        "'), or leave out validation_samples and metrics",
+    ),
     "a number that is none": ({"clip": 0}, "clip: 0 is not a number greater than 0"),
 }
 

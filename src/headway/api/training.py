@@ -356,6 +356,7 @@ def train_to_prove(
     overrides: Sequence[str],
     directory: Path,
     resume: bool,
+    validate_every: int,
 ) -> None:
     """Train by a plan on CPUs for `headway verify --whole`; see `TrainJob.proving`."""
     from headway.run.recipe.sent_recipe import SentRecipe
@@ -371,6 +372,7 @@ def train_to_prove(
         timeout_seconds=_seconds("--timeout", TIMEOUT),
         patience_seconds=_seconds("--patience", PATIENCE),
         trace_every=0,
+        validate_every=validate_every,
         proving=True,
     )
     start_forkserver(plan.ranks)

@@ -393,6 +393,7 @@ def _whole_runs(job: VerifyJob, processes: int, pieces: bool) -> dict[str, Compa
                     overrides=overrides,
                     directory=directory,
                     resume=start is not None,
+                    validate_every=job.validate_every,
                 )
             except HeadwayError as error:
                 if start is None:
@@ -431,7 +432,6 @@ def _training_overrides(job: VerifyJob, stop: int, often: int) -> tuple[str, ...
         "stop": stop,
         "checkpoint_every": often,
         "checkpoint_keep": 5,
-        "validate_every": job.validate_every,
         "early_stopping": 0,
         "precision": '"float64"',
     }
@@ -465,6 +465,7 @@ def _resumed_exchanges(job: VerifyJob, plan: Plan, folder: Path) -> dict[str, Co
             timeout_seconds=job.timeout_seconds,
             patience_seconds=job.timeout_seconds,
             trace_every=0,
+            validate_every=job.validate_every,
         )
         _start(partial(record_training, train=asked), job, target, plan.ranks)
         return ResumedRun(target, plan)

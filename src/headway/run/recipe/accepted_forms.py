@@ -445,6 +445,13 @@ def accept_fields(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             problems.append(
                 f"{name}: {with_article(value)} cannot be used: write {name}={kind.__name__}()"
             )
+    idle = [name for name in ("validate_every", "validation_samples", "metrics") if given.get(name)]
+    if idle and given.get("validation") is None:
+        which = " and ".join(idle)
+        problems.append(
+            f"{which}: there is no validation data: write validation={_EXAMPLES['validation']}, or "
+            f"leave out {which}"
+        )
     return accepted, [*problems, *_scalar_problems(given)]
 
 

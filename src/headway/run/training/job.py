@@ -36,6 +36,7 @@ class TrainJob:
         trace_every: Steps between detailed timelines; the first steps are always traced.
         before_step: Called on every rank before each step with the launch environment and the
             number of the step, from 1; `launch.faults` injects faults there.
+        validate_every: In place of the recipe's, where that has validation data.
         proving: For `headway verify --whole`: what is restored is saved again at once, and a
             checkpoint is written only while later steps change what it holds.
     """
@@ -53,6 +54,7 @@ class TrainJob:
     resume: bool = False
     device: str = "auto"
     before_step: Callable[[LaunchEnv, int], None] | None = None
+    validate_every: int | None = None
     proving: bool = False
 
 

@@ -99,6 +99,8 @@ class Training:
         """Recipe, plan, and the run directory."""
         self._recipe = load_recipe(self._job.recipe, self._job.overrides)
         job, world = self._job, self._world
+        if job.validate_every is not None and self._recipe.validation is not None:
+            self._recipe = replace(self._recipe, validate_every=job.validate_every)
         # A proof must not repeat what callbacks do outside of the run.
         check_loggers(self._recipe.loggers)
         loggers = self._recipe.loggers if world.rank == 0 else ()
