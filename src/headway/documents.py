@@ -35,7 +35,7 @@ from typing import (
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from headway.errors import DocumentError
+from headway.errors import DocumentError, os_reason, shown_path
 
 T = TypeVar("T")
 
@@ -96,8 +96,8 @@ def read_text(path: Path) -> str:
             raise ValueError(f"it has more than {MAX_BYTES // 2**20} MiB")
         return content.decode("utf-8")
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise DocumentError("cannot be read", where=str(path), problems=[reason]) from None
+        reason = os_reason(error, path) if isinstance(error, OSError) else str(error)
+        raise DocumentError("cannot be read", where=shown_path(path), problems=[reason]) from None
 
 
 def parse_toml(text: str) -> dict[str, Any]:

@@ -24,7 +24,10 @@ Every error says what happened, where, why (with the numbers) and what to do.
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
+from os import PathLike
 from typing import ClassVar
 
 TIMEOUT_SECONDS = 300.0
@@ -56,6 +59,30 @@ class HeadwayError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.__dict__.copy()))
+
+
+NAME_BYTES, PATH_BYTES = 255, 4095
+"""What Linux takes as a file's name and as a path."""
+
+
+def os_reason(error: OSError, path: str | PathLike[str]) -> str:
+    """What the system says of a path; of one that is too long the length and the limit."""
+    if error.errno != errno.ENAMETOOLONG:
+        return error.strerror or str(error)
+    text = os.fspath(path)
+    longest = max(len(os.fsencode(part)) for part in text.split(os.sep))
+    if longest > NAME_BYTES:
+        return f"a name of {longest} bytes, and at most {NAME_BYTES} are possible"
+    return f"a path of {len(os.fsencode(text))} bytes, and at most {PATH_BYTES} are possible"
+
+
+def shown_path(path: str | PathLike[str]) -> str:
+    """A path for messages: of names that no file can have, the beginning; of a long path, too."""
+    parts = os.fspath(path).split(os.sep)
+    shown = os.sep.join(
+        f"{part[:20]}..." if len(os.fsencode(part)) > NAME_BYTES else part for part in parts
+    )
+    return f"{shown[:200]}..." if len(os.fsencode(shown)) > PATH_BYTES else shown
 
 
 def _rebuild(kind: type[HeadwayError], facts: dict[str, object]) -> HeadwayError:

@@ -100,7 +100,7 @@ RECIPE = "support.recipes:mlp"
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        (f"name='{LONG}'", "at most 200 bytes"),
+        (f"name='{LONG}'", f"{len(LONG)} bytes, at most 200"),
         (f"stop={'1' * 5000}", "more than 64 bits"),
         (f"arguments.batch={'[' * DEEP}", "nested more than 100 deep"),
         (f"a{'.a' * DEEP}=1", "nested more than 100 deep"),

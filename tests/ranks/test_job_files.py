@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 
 import kubernetes_validate
@@ -68,4 +69,10 @@ def test_a_kubernetes_manifest_keeps_its_schema(tmp_path):
     assert [document["kind"] for document in documents] == ["Secret", "Service", "Job"]
     for document in documents:
         kubernetes_validate.validate(document, "1.31", strict=True)
+    secret = documents[0]["stringData"]["HEADWAY_SECRET"]
+    assert text.startswith("# HEADWAY_SECRET belongs to this job alone")
+    assert re.fullmatch("[0-9a-f]{64}", secret)
+    assert secret not in written(
+        tmp_path, *words, "--image", "a/b:1", "--claim", "runs", "--set", "a='\U0001f600'"
+    )
     assert "'\U0001f600'" in text.replace("'\"'\"'", "'")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shlex
@@ -27,6 +28,8 @@ from headway.errors import (
     RunDirectoryTaken,
     Stalled,
     UsageError,
+    os_reason,
+    shown_path,
 )
 from headway.launch.local import LaunchResult
 from headway.plans import ExchangePlan, data_parallel
@@ -532,4 +535,22 @@ def test_no_machine_holds_so_many_processes(folder, capsys, command):
 
 def test_a_directory_name_longer_than_any(folder, capsys):
     assert cli.main(["train", "support.recipes:mlp", "-d", "x" * 300]) == 1
-    assert "there can be no such run directory: File name too long" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"{'x' * 20}...: there can be no such run directory: a name of 300 bytes, and" in told
+    assert "x" * 21 not in told
+
+
+@pytest.mark.parametrize("words", [["report"], ["train", "transformer", "--plan"], ["train"]])
+def test_a_path_longer_than_any_is_shortened(folder, capsys, words):
+    assert cli.main([*words, f"{'x' * 300}.toml"]) == 1
+    told = capsys.readouterr().err
+    assert words == ["train"] or "a name of 305 bytes, and at most 255 are possible" in told
+    assert "x" * 21 not in told
+
+
+def test_a_path_of_too_many_folders():
+    path = "a/" * 3000
+    error = OSError(errno.ENAMETOOLONG, "File name too long")
+    assert os_reason(error, path) == "a path of 6000 bytes, and at most 4095 are possible"
+    assert len(shown_path(path)) < 300
+    assert os_reason(OSError(errno.EROFS, "Read-only"), path) == "Read-only"

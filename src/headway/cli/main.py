@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from headway import __version__
 from headway.cli.terminal.console import note, say, show_bug, show_error, show_warning, shown_log
-from headway.errors import HeadwayError, UsageError
+from headway.errors import HeadwayError, UsageError, os_reason, shown_path
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -203,8 +203,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Any word of a command line may be taken for a file; one that headway itself has opened is
         # no fault of the user's only where nothing names it.
         if isinstance(error, OSError) and isinstance(error.filename, str):
-            why = error.strerror or str(error)
-            unusable = UsageError(f"cannot be used: {why}", where=error.filename)
+            why = os_reason(error, error.filename)
+            unusable = UsageError(f"cannot be used: {why}", where=shown_path(error.filename))
             return show_error(unusable, trace=trace)
         return show_bug(error)
 

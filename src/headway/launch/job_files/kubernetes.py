@@ -15,11 +15,16 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
+from headway.channel.job_secret import SECRET
 from headway.launch.job_files.request import LaunchRequest
 from headway.launch.restart_policy import RESTARTS
 
 YamlTree: TypeAlias = "Mapping[str, YamlTree] | list[YamlTree] | str | int | bool"
 
+_ABOUT_SECRET = f"""\
+# {SECRET} belongs to this job alone: who knows it can speak as one of its pods. A new one:
+# openssl rand -hex 32. Keep this file as you keep a password.
+"""
 PORT = 29500
 INTERFACE = "eth0"
 """What container networks call a pod's interface."""
@@ -44,7 +49,7 @@ def kubernetes_manifest(
             "apiVersion": "v1",
             "kind": "Secret",
             "metadata": named,
-            "stringData": {"HEADWAY_SECRET": secret},
+            "stringData": {SECRET: secret},
         },
         {
             "apiVersion": "v1",
@@ -71,7 +76,8 @@ def kubernetes_manifest(
             },
         },
     ]
-    return "---\n".join("\n".join(_yaml_lines(document)) + "\n" for document in documents)
+    texts = ("\n".join(_yaml_lines(document)) + "\n" for document in documents)
+    return _ABOUT_SECRET + "---\n".join(texts)
 
 
 def _pod(request: LaunchRequest, image: str, claim: str, memory: str, cpus: int) -> YamlTree:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from headway.documents import find_line, nearest
-from headway.errors import DocumentError, RecipeError
+from headway.errors import DocumentError, RecipeError, shown_path
 from headway.run.recipe.schema import (
     AnyRecipe,
     DataTable,
@@ -119,7 +119,7 @@ def _refuse_other_files(path: Path) -> None:
         raise RecipeError("is not a .toml file", where=str(path), fix=fix)
     if not os.path.exists(path):
         close = nearest(path.name, [file.name for file in path.parent.glob("*.toml")])
-        raise RecipeError(f"there is no such file{close}", where=str(path))
+        raise RecipeError(f"there is no such file{close}", where=shown_path(path))
 
 
 def _workload(name: str) -> str:

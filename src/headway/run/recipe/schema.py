@@ -112,8 +112,9 @@ def _name(value: object) -> object:
     value = _text(value)
     if any(sign in str(value) for sign in "/\\\0") or str(value) in {".", ".."}:
         raise ValueError(f"{value!r} names the run directory; leave out slashes and dots alone")
-    if len(str(value).encode()) > MAX_NAME_BYTES:
-        raise ValueError(f"names the run directory; at most {MAX_NAME_BYTES} bytes")
+    length = len(str(value).encode())
+    if length > MAX_NAME_BYTES:
+        raise ValueError(f"names the run directory: {length} bytes, at most {MAX_NAME_BYTES}")
     return value
 
 

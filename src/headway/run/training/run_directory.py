@@ -25,7 +25,7 @@ from time import time
 from typing import Any
 
 from headway.documents import nearest, parse_json
-from headway.errors import RunDirectoryTaken, RunError, UsageError
+from headway.errors import RunDirectoryTaken, RunError, UsageError, os_reason, shown_path
 from headway.plans import Plan
 from headway.run.distributed.launch_env import LaunchEnv
 
@@ -117,8 +117,8 @@ def choose_directory(
                 pass
     except OSError as error:
         raise UsageError(
-            f"there can be no such run directory: {error.strerror}",
-            where=str(given or RUNS / name),
+            f"there can be no such run directory: {os_reason(error, given or RUNS / name)}",
+            where=shown_path(given or RUNS / name),
             fix="Choose another --directory."
             if given
             else "Choose a --directory, or another name of the recipe.",
