@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from headway.checkpoint.format import decode_facts, encode_facts
 from headway.data import Cursor, Loader, StreamSource, as_examples
-from headway.data.stream import fingerprint
+from headway.data.stream import _packed, _unpacked, fingerprint
 from headway.errors import DataError, RecipeError
 from headway.plans import BatchSplit
 from headway.run.recipe.batch_units import steps_left, stop_steps
@@ -228,6 +229,56 @@ def test_a_state_off_by_one_is_noticed_and_the_stream_read_again(monkeypatch):
     wanted = batches(StreamSource(Counting(40), 40), 1)
     with pytest.warns(UserWarning, match="read again from the beginning"):
         assert batches(StreamSource(Stateful()), 1, cursor) == wanted[6:]
+
+
+class Seeded(Stateful):
+    """Its state is that of a generator, a tensor, as a part of a larger one."""
+
+    def __init__(self, length=40):
+        super().__init__(length)
+        self.numbers = torch.Generator().manual_seed(3)
+
+    def __deepcopy__(self, _):
+        return type(self)(self.length)
+
+    def __iter__(self):
+        while self.at < self.length:
+            self.at += 1
+            yield {"number": int(torch.randint(1000, (), generator=self.numbers))}
+
+    def state_dict(self):
+        padded = torch.cat([self.numbers.get_state(), torch.zeros(10**6, dtype=torch.uint8)])
+        return {"at": self.at, "parts": [(padded[: -(10**6)], 1)]}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+        self.numbers.set_state(state["parts"][0][0])
+
+
+def test_a_state_with_tensors_goes_through_a_checkpoint(recwarn):
+    wanted = batches(StreamSource(Seeded()), 1, epochs=1)
+    found = cursors(StreamSource(Seeded()))
+    (cursor,) = (c for c in found if (c.epoch, c.position) == (0, 30))
+    text = json.dumps(encode_facts(cursor.to_dict()))
+    assert len(text) < 40_000  # the part, not all that it is a part of
+    again = Cursor.from_dict(decode_facts(json.loads(text)))
+    source = StreamSource(Seeded())
+    assert batches(source, 1, again, epochs=1) == wanted[6:]
+    assert not recwarn.list
+
+    class Other(Seeded):
+        def load_state_dict(self, state):
+            super().load_state_dict(state)
+            self.numbers.manual_seed(4)
+
+    with pytest.warns(UserWarning, match="goes on with other samples"):
+        assert batches(StreamSource(Other()), 1, again, epochs=1) == wanted[6:]
+
+
+@pytest.mark.parametrize("state", [{"torch.save": b"x"}, {"torch.save": torch.ones(2)}, 3, None])
+def test_a_state_comes_back_as_it_was(state):
+    found = _unpacked(decode_facts(encode_facts(_packed(state))))
+    assert str(found) == str(state)
 
 
 def test_what_a_shuffle_buffer_held_is_not_lost():

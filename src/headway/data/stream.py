@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import io
 import os
 import pickle
 import warnings
@@ -23,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import default_collate
 
 from headway.data.one_process import as_one_process
@@ -205,7 +206,7 @@ class StreamSource:
         due = place == self._mark_at and place > 0
         if due and (not reading.marks or reading.marks[-1].full) and self._restorable:
             with explained(f"the state_dict of {self.kind} fails at sample {place}"):
-                state = copy.deepcopy(reading.stream.state_dict())
+                state = _packed(reading.stream.state_dict())
             reading.marks = [*reading.marks[-1:], _Mark(place, state)]
         with explained(f"sample {place} cannot be read", self.kind):
             try:
@@ -249,7 +250,7 @@ class StreamSource:
             stream = _deep_copy(self.stream)
             if callable(getattr(stream, "set_epoch", None)):
                 stream.set_epoch(self._epoch)
-            stream.load_state_dict(copy.deepcopy(saved["state"]))
+            stream.load_state_dict(_unpacked(saved["state"]))
             samples = iter(stream)
         except Exception as error:
             raise DataError(
@@ -351,6 +352,32 @@ class StreamSource:
 
 class _OtherSample(DataError):
     pass
+
+
+def _packed(state: Any) -> Any:
+    """A copy of a state as plain values: with tensors (of a generator) as the bytes of a file."""
+    parts, form = tree_flatten(state)
+    if not any(isinstance(part, torch.Tensor) for part in parts) and not _is_packed(state):
+        return copy.deepcopy(state)
+    # A view would be saved with all that it is a view of.
+    own = [p.detach().cpu().clone() if isinstance(p, torch.Tensor) else p for p in parts]
+    file = io.BytesIO()
+    torch.save(tree_unflatten(own, form), file)
+    return {_FILE: file.getvalue()}
+
+
+def _unpacked(state: Any) -> Any:
+    """The state that `_packed` was given; of a file only what needs no code of anybody's."""
+    if not _is_packed(state):
+        return copy.deepcopy(state)
+    return torch.load(io.BytesIO(state[_FILE]), weights_only=True)
+
+
+def _is_packed(state: Any) -> bool:
+    return type(state) is dict and set(state) == {_FILE}
+
+
+_FILE = "torch.save"
 
 
 def _deep_copy(stream: Any) -> Any:

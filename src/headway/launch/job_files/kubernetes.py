@@ -15,14 +15,13 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
-from headway.channel.job_secret import SECRET
 from headway.launch.job_files.request import LaunchRequest
 from headway.launch.restart_policy import RESTARTS
 
 YamlTree: TypeAlias = "Mapping[str, YamlTree] | list[YamlTree] | str | int | bool"
 
-_ABOUT_SECRET = f"""\
-# {SECRET} belongs to this job alone: who knows it can speak as one of its pods. A new one:
+_ABOUT_SECRET = """\
+# HEADWAY_SECRET belongs to this job alone: who knows it can speak as one of its pods. A new one:
 # openssl rand -hex 32. Keep this file as you keep a password.
 """
 PORT = 29500
@@ -49,7 +48,7 @@ def kubernetes_manifest(
             "apiVersion": "v1",
             "kind": "Secret",
             "metadata": named,
-            "stringData": {SECRET: secret},
+            "stringData": {"HEADWAY_SECRET": secret},
         },
         {
             "apiVersion": "v1",
