@@ -100,6 +100,63 @@ def test_a_resumed_loop_ends_as_one_that_was_never_interrupted(before, after, tm
         torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=name)
 
 
+def passes(run: Any, count: int, stop: int = 0) -> list[int]:
+    """The steps of each pass of a loop over epochs, up to the step `stop`."""
+    steps = []
+    for _ in range(count):
+        before = run.steps_done
+        for batch in run.batches(data()):
+            run.step(batch)
+            if run.steps_done == stop:
+                return steps
+        steps.append(run.steps_done - before)
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("saved", "left"),
+    [
+        (3, [1, 4, 4]),
+        (4, [0, 4, 4]),  # at the end of an epoch
+        (6, [0, 2, 4]),
+        (12, [0, 0, 0]),
+    ],
+)
+def test_a_loop_over_epochs_goes_on_where_it_was(tmp_path, saved, left):
+    """`for epoch in range(3): for batch in run.batches(data)`, as it stands in the README."""
+    run = executor(1)
+    passes(run, 3, stop=saved)
+    run.save(tmp_path)
+    run = executor(1)
+    assert run.resume(tmp_path) == saved
+    assert passes(run, 3) == left
+    for name, value in uninterrupted().items():
+        torch.testing.assert_close(trained(run)[name], value, rtol=0, atol=0, msg=name)
+
+
+def test_back_to_a_checkpoint_in_the_same_process(tmp_path):
+    run = executor(1)
+    passes(run, 3, stop=2)
+    run.save(tmp_path)
+    passes(run, 1)
+    assert run.resume(tmp_path) == 2
+    assert passes(run, 1) == [10]  # the rest of epoch 0, and epochs 1 and 2
+    for name, value in uninterrupted().items():
+        torch.testing.assert_close(trained(run)[name], value, rtol=0, atol=0, msg=name)
+
+
+def test_a_loop_until_a_step_skips_no_sample_after_resuming(tmp_path):
+    run = executor(1)
+    passes(run, 3, stop=6)
+    run.save(tmp_path)
+    run = executor(1)
+    run.resume(tmp_path)
+    while run.steps_done < STEPS:
+        passes(run, 1)
+    for name, value in uninterrupted().items():
+        torch.testing.assert_close(trained(run)[name], value, rtol=0, atol=0, msg=name)
+
+
 def test_another_seed_or_model_is_refused(tmp_path):
     run = executor(1)
     run.step(next(iter(run.batches(data()))))

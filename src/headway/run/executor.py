@@ -320,16 +320,20 @@ class Executor:
             examples: A `Source`, any map-style torch `Dataset`, a stream, or a torch `DataLoader`,
                 whose batch must be the global batch; its sampler decides the order.
             epochs: Passes over the data; None: no end. With a cursor, counted from the beginning of
-                the run, so that a resumed loop ends where it would have ended.
+                the run. After `resume`, write the loop as for a new run: epochs that the saved run
+                has made give no batches, and the loop ends where it would have ended.
             cursor: Where to begin; by default where `resume` has left off, else at an epoch that no
                 step has used.
             drop_last: Leave out the ragged last batch of an epoch.
         """
-        if cursor is None and self._resumed is not None:
-            cursor, self._resumed = self._resumed, None
-        elif cursor is None:
+        if cursor is None:
             cursor = Cursor(seed=self.seed, epoch=self._next_epoch)
             epochs = None if epochs is None else self._next_epoch + epochs
+            if self._resumed is not None:
+                if epochs is not None and epochs <= self._resumed.epoch:
+                    self._next_epoch = epochs
+                    return
+                cursor, self._resumed = self._resumed, None
         loader = self.loader(
             examples, cursor=cursor, workers=workers, drop_last=drop_last, epochs=epochs
         )
@@ -538,8 +542,8 @@ class Executor:
     def resume(self, path: str | Path) -> int:
         """Go on from the newest whole checkpoint that `save` or `headway train` has written.
 
-        Collective. The next `batches` goes on behind the last batch that had been used; its
-        `epochs` count from the beginning of the run.
+        Collective. `batches` goes on behind the last batch that had been used; a loop over epochs
+        is written as for a new run, and passes through those that are done without batches.
 
         Args:
             path: The directory given to `save`, or the "checkpoints" of a run directory.
@@ -565,7 +569,6 @@ class Executor:
             )
         self.steps_done = manifest.step
         self._after = self._resumed = cursor
-        self._next_epoch = cursor.epoch + (cursor.position > 0)
         return manifest.step
 
     def _trained(self) -> TrainingState:
