@@ -93,9 +93,10 @@ def plain(data: Any, **fields: Any) -> Recipe:
         "stop": 8,
         "microbatch": 4,
         "seed": 5,
-        "validate_every": 4,
         "checkpoint_every": 3,
     }
+    if "validation" in fields:
+        defaults["validate_every"] = 4
     return Recipe(**(defaults | fields))
 
 
@@ -206,7 +207,7 @@ def endless() -> Recipe:
 
 def unbounded_samples() -> Recipe:
     """With ragged batches: 12, 12, 12, 4 and again, which are 8 steps."""
-    return plain(Unbounded(), batch=12, stop="77 samples", validate_every=0, checkpoint_every=5)
+    return plain(Unbounded(), batch=12, stop="77 samples", checkpoint_every=5)
 
 
 class OtherEnds(Unbounded):
