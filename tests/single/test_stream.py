@@ -215,6 +215,21 @@ def test_a_stream_with_a_state_goes_on_without_reading_what_was_used(length, dro
             assert len(stream.read) == 40 - stream.read[0] + 40
 
 
+def test_where_a_stream_ends_is_compared_in_the_step_that_uses_the_batch():
+    said: list[str] = []
+    options = {"rank": 0, "ranks": 2, "cursor": BEGIN, "epochs": 1}
+    for in_step in (True, False):
+        said.clear()
+        with Loader(
+            StreamSource(Counting(12)), BatchSplit(samples=5), agree=lambda what, _: said.append(what),
+            in_step=in_step, **options,
+        ) as loader:  # fmt: skip
+            facts = [batch.fact for batch in loader]
+        ends = ["end of Counting"] * 3
+        assert said == ["first sample of Counting", *([] if in_step else ends)]
+        assert [fact.numbers for fact in facts if fact] == [(5, 0), (5, 0), (2, 1)] * in_step
+
+
 def state_at(cursor_position=30, stream=Stateful):
     found = cursors(StreamSource(stream()))
     (cursor,) = (c for c in found if (c.epoch, c.position) == (0, cursor_position))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from headway.data.loader import Loader as Loader
     from headway.data.loader import MicroBatch as MicroBatch
     from headway.data.loader import RankBatch as RankBatch
+    from headway.data.loader import StepFact as StepFact
     from headway.data.order import Cursor as Cursor
     from headway.data.order import SampleOrder as SampleOrder
     from headway.data.order import take as take
@@ -47,7 +48,7 @@ _HOMES = {
         "cache.cached_source": "CacheWarning CachedSource cached",
         "cache.statistics": "CacheStatistics",
         "examples": "as_examples",
-        "loader": "Loader MicroBatch RankBatch",
+        "loader": "Loader MicroBatch RankBatch StepFact",
         "order": "Cursor SampleOrder take",
         "slabs.slab_source": (
             "Hdf5Slabs NpySlabs SampleParts SlabCut SlabReader SlabSource ZarrSlabs slabs_in"

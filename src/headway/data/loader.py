@@ -276,6 +276,19 @@ class MicroBatch:
     positions: range
 
 
+@dataclass(frozen=True)
+class StepFact:
+    """What ranks compare in the step's own reduction, in place of an exchange before it.
+
+    Attributes:
+        numbers: Equal on all ranks, if nothing is wrong.
+        compare: Called on all ranks where they differ; raises the error that names the ranks.
+    """
+
+    numbers: tuple[int, ...]
+    compare: Callable[[], None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankBatch:
     """A rank's part of one global batch; in a ragged batch it may be empty.
@@ -284,6 +297,7 @@ class RankBatch:
         micros: The rank's micro-batches, in the order of the data.
         after: Where the next one begins: the cursor to save once this batch is used.
         passes: The most micro-batches that any rank has of it.
+        fact: What the step has yet to compare; None: nothing.
     """
 
     micros: tuple[MicroBatch, ...]
@@ -291,6 +305,7 @@ class RankBatch:
     start: Cursor
     after: Cursor
     passes: int
+    fact: StepFact | None = None
 
 
 class Loader:
@@ -309,6 +324,9 @@ class Loader:
         agree: Called by this rank with a fact that all ranks must have, and what it is: the order
             that a sampler has drawn, the first sample of a stream, where one without a length
             ends; None: not compared.
+        in_step: Where a stream ends is compared by the step that uses the batch
+            (`RankBatch.fact`), without an exchange of its own: for steps that need no rank's
+            samples but its own before their reduction.
 
     Raises:
         DataError: There are no samples, less than one batch of them, or the cursor lies outside.
@@ -328,6 +346,7 @@ class Loader:
         epochs: int | None = None,
         limit: int | None = None,
         agree: Agree | None = None,
+        in_step: bool = False,
     ) -> None:
         self._drawn: SamplerOrder | None = None
         self._pin = False
@@ -353,7 +372,7 @@ class Loader:
             cursor, length, split.samples, drop_last, epochs, order=self._order
         )
         self._split, self._rank, self._ranks = split, rank, ranks
-        self._workers, self._agree = workers, agree
+        self._workers, self._agree, self._in_step = workers, agree, in_step
         self._reader = MicroBatchReader(source, SampleOrder(length, cursor.seed, shuffle=shuffle))
         self._current: InProcessFetcher | WorkerFetcher | None = None  # one iteration at a time
 
@@ -363,7 +382,7 @@ class Loader:
         epoch: int | None = None
         try:
             for batch in self._global_batches():
-                self._compare(batch, first=batch.start.epoch != epoch)
+                fact = self._compare(batch, first=batch.start.epoch != epoch)
                 epoch = batch.start.epoch
                 micros = tuple(
                     MicroBatch(data=pinned(fetched.fetch(request), self._pin), positions=part)
@@ -375,28 +394,37 @@ class Loader:
                     start=batch.start,
                     after=self._marked(batch.after),
                     passes=self._split.passes(self._ranks, batch.count),
+                    fact=fact,
                 )
         finally:
             fetched.close()
 
-    def _compare(self, batch: GlobalBatch, *, first: bool) -> None:
+    def _compare(self, batch: GlobalBatch, *, first: bool) -> StepFact | None:
         """Let the ranks compare what must be the same on all.
 
         Args:
             first: It is the first batch of its epoch that is read here.
+
+        Returns:
+            What is left for the step to compare.
         """
         stream = self._stream
         if stream is not None:
             stream.enter(batch.start)
         if self._agree is None:
-            return
+            return None
         if self._drawn and first:
             self._agree(f"order of {self._drawn.kind}", self._drawn.digest(batch.start.epoch))
         if stream is not None and first:
             self._agree(f"first sample of {stream.kind}", stream.fingerprint(batch.start))
         if stream is not None and self._order is stream:
             # In each batch: a rank whose stream has ended would make other steps than the others.
-            self._agree(f"end of {stream.kind}", (batch.count, batch.after.epoch))
+            ends = batch.count, batch.after.epoch
+            compare = functools.partial(self._agree, f"end of {stream.kind}", ends)
+            if self._in_step:
+                return StepFact(ends, compare)
+            compare()
+        return None
 
     def _marked(self, after: Cursor) -> Cursor:
         """The cursor with the state of the stream, where it has one."""

@@ -691,7 +691,9 @@ class Executor:
         return self._norm.over(counted=(instruction.microbatch or 0) < len(self._batch.micros))
 
     def _tally(self, _: Instruction) -> None:
-        self.strategy.tally(self._shares, self._counts, vote=self.wants_stop)
+        assert self._batch is not None
+        fact = self._batch.fact
+        self.strategy.tally(self._shares, self._counts, vote=self.wants_stop, fact=fact)
 
     def _backward(self, instruction: Instruction) -> None:
         loss = self._loss_of.pop(instruction.microbatch or 0)

@@ -149,7 +149,11 @@ def rank_loader(
         )
     rank, ranks = plan.data_rank(world.rank), plan.data_degree
     agree = None if alone else partial(_agree, world)
-    return Loader(source, plan.batch, rank=rank, ranks=ranks, agree=agree, **options)
+    # Of data parallelism alone: elsewhere ranks meet in the forward pass, by their samples.
+    in_step = plan.data_degree == plan.ranks and not plan.memory.zero and plan.batch.norm == "local"
+    return Loader(
+        source, plan.batch, rank=rank, ranks=ranks, agree=agree, in_step=in_step, **options
+    )
 
 
 def _agree(world: World, what: str, fact: Any) -> None:

@@ -26,6 +26,7 @@ from headway.run.step.record import StepRecord
 if TYPE_CHECKING:
     from headway.run.distributed.world import World
 
+_SMALL = 1 << 16
 _MOST_BUCKETS = 4  # that a stall names
 
 
@@ -92,6 +93,7 @@ class StepReduction:
     Args:
         shares: Of this rank's micro-batches: loss sum divided by the samples of the global batch.
         counts: What the loss of each micro-batch is a sum over.
+        same: Numbers that are the same on all ranks, if nothing is wrong.
     """
 
     def __init__(
@@ -102,24 +104,38 @@ class StepReduction:
         vote: bool,
         device: torch.device,
         together: bool,
+        same: Sequence[int] = (),
     ) -> None:
+        # Their sums and those of their squares: equal numbers have no variance. Small ones, so
+        # that all of it is exact.
+        small = [float(number % _SMALL) for number in same] if together else []
+        powers = torch.tensor(
+            [x for number in small for x in (number, number**2)],
+            dtype=torch.float64,
+            device=device,
+        )
         self._sums = torch.stack(
             [
                 _total(shares, device),
                 _total(counts, device),
                 torch.tensor(float(vote), dtype=torch.float64, device=device),
+                *powers,
             ]
         )
         self._work = dist.all_reduce(self._sums, async_op=True) if together else None
         self._read: tuple[float, float, int] | None = None
+        self.differ = False
+        """Whether `same` was not the same on all ranks; known behind `read`."""
 
     def read(self) -> tuple[float, float, int]:
         """Wait; returns the loss share, the count, and the number of votes of all ranks."""
         if self._read is None:
             if self._work is not None:
                 self._work.wait()
-            share, count, votes = self._sums.tolist()
+            share, count, votes, *powers = self._sums.tolist()
             self._read = share, count, round(votes)
+            pairs = zip(powers[::2], powers[1::2], strict=True)
+            self.differ = any(dist.get_world_size() * b != a**2 for a, b in pairs)
         return self._read
 
 

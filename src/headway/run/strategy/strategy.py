@@ -30,7 +30,7 @@ from headway.comm.exchange.gradient_exchange import DeltaUpdate, GradientExchang
 from headway.comm.lanes.buckets import BucketTiming
 from headway.comm.lanes.routes import RoutePool
 from headway.comm.tuning.autotuning import AdaptiveExchange
-from headway.data import RankBatch
+from headway.data import RankBatch, StepFact
 from headway.errors import Diverged, PlanError
 from headway.optim import fit_exchange
 from headway.parallel.fsdp import ShardedState
@@ -328,6 +328,7 @@ class Strategy:
             DeltaUpdate(setup.optimizer) if setup.plan.exchange.values == "updates" else None
         )
         self._tally: StepReduction | None = None
+        self._fact: StepFact | None = None
         self._counts = setup.plan.counts(context.world.rank)
 
     @property
@@ -428,9 +429,15 @@ class Strategy:
         self.parameters.clear()
 
     def tally(
-        self, shares: Sequence[Tensor], counts: Sequence[Tensor | float], *, vote: bool
+        self,
+        shares: Sequence[Tensor],
+        counts: Sequence[Tensor | float],
+        *,
+        vote: bool,
+        fact: StepFact | None = None,
     ) -> None:
-        """Start to sum over the ranks: loss, count, votes to stop."""
+        """Start to sum over the ranks: loss, count, votes to stop, and what must be the same."""
+        self._fact = fact
         with self.context.exchanging():
             self._tally = StepReduction(
                 shares if self._counts else (),
@@ -438,6 +445,7 @@ class Strategy:
                 vote=vote,
                 device=self.context.world.device,
                 together=self.context.world.ranks > 1,
+                same=fact.numbers if fact else (),
             )
 
     def arm(self) -> None:
@@ -542,11 +550,15 @@ class Strategy:
 
         Raises:
             Diverged: The loss is not finite.
+            DataError: The ranks do not have the same batch; before the update.
         """
         assert self._tally is not None
         record = self.context.record
         with self.context.exchanging():
             share, count, record.votes = self._tally.read()
+        if self._tally.differ and self._fact is not None:
+            self.skip()
+            self._fact.compare()
         # `share` is sum / N, so that this is sum / count; a count of 0 has no mean.
         record.loss = share * (record.samples / count) if count else math.nan
         if not math.isfinite(record.loss):
