@@ -221,7 +221,8 @@ def test_where_a_stream_ends_is_compared_in_the_step_that_uses_the_batch():
     for in_step in (True, False):
         said.clear()
         with Loader(
-            StreamSource(Counting(12)), BatchSplit(samples=5), agree=lambda what, _: said.append(what),
+            StreamSource(Counting(12)), BatchSplit(samples=5),
+            agree=lambda what, _: said.append(what),
             in_step=in_step, **options,
         ) as loader:  # fmt: skip
             facts = [batch.fact for batch in loader]
