@@ -141,9 +141,10 @@ def test_names_that_do_not_exist_are_found(tmp_path):
     ]
 
 
-def test_the_list_of_modules_is_that_of_the_source():
-    """Made again by `python docs/make_modules.py`."""
-    spec = importlib.util.spec_from_file_location("make_modules", ROOT / "docs/make_modules.py")
+@pytest.mark.parametrize("name", ["make_modules", "make_taxonomy"])
+def test_a_page_that_is_made_is_that_of_the_source(name):
+    """Made again by `python docs/make_modules.py`, `python docs/make_taxonomy.py`."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
     assert spec is not None
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)

@@ -110,3 +110,29 @@ def test_the_executor_refuses_what_it_cannot_run() -> None:
     plan = data_parallel(64, processes=4, synchrony=Synchrony(merge="penalty", kind="soft_bounded"))
     with pytest.raises(PlanError, match="synchrony"):
         check_executable(plan)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ({"merge": "penalty", "kind": "soft_bounded"}, ("MPCA-SGD", '"elastic"')),
+        ({"kind": "asynchronous", "remedy": "prioritize"}, ("as they come", '"staleness_rate"')),
+        ({"kind": "asynchronous", "remedy": "negative_momentum"}, ('"delay_compensation"',)),
+        ({"topology": "proxy_tree"}, ('"colocated"', '"eager_push"')),
+        ({"topology": "array"}, ("split.tensor",)),
+        ({"topology": "single", "transfer": "binomial_tree"}, ('the nearest is "ad_hoc"',)),
+        ({"transfer": "scatter_reduce"}, ('the nearest is "all_reduce"',)),
+    ],
+)
+def test_what_nothing_carries_out_is_refused_by_name_with_the_nearest(
+    words: dict[str, Any], told: tuple[str, ...]
+) -> None:
+    plan = data_parallel(64, processes=4, synchrony=Synchrony(**words))
+    with pytest.raises(PlanError) as raised:
+        check_executable(plan)
+    said = "\n".join(raised.value.problems)
+    name = next(n for n in ("merge", "remedy", "topology", "transfer") if n in words)
+    if "transfer" in words:
+        name = "transfer"
+    assert f'synchrony.{name} "{words[name]}"' in said
+    assert all(word in said for word in told)

@@ -82,6 +82,12 @@ TASKS = {
             "What differs between two plans.",
             "one.json other.json",
         ),
+        Command(
+            "taxonomy",
+            "plan.taxonomy:taxonomy",
+            "Published systems as plans, and yours among them.",
+            "plan.json",
+        ),
     ),
     "Look into checkpoints": (
         Command(

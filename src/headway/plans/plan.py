@@ -539,7 +539,9 @@ def with_collective(
 
 def unsupported_by_executor(plan: Plan) -> Iterator[str]:
     """What the executor does not support of a plan, one line each."""
-    if not plan.synchrony.by_all_reduce:
+    named = [*plan.synchrony.carried_out_by_nothing()]
+    yield from named
+    if not plan.synchrony.by_all_reduce and not named:
         yield f"synchrony ({plan.synchrony})"
     split, zero = plan.group_degree > 1, plan.memory.zero
     if plan.split.tensor and plan.split.spatial:

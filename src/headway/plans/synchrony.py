@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Literal
 
 from headway.collective.compression import parse_compression
@@ -69,6 +69,22 @@ _MEANS: dict[Merge, str] = {
     "pairwise": "the mean with one neighbour's model (AD-PSGD)",
     "push_sum": "weighted models are sent to one at random (GoSGD)",
     "penalty": "a penalty in the loss (MPCA-SGD)",
+}
+_NEAREST_MERGES: dict[Merge, str] = {
+    "penalty": 'MPCA-SGD, whose penalty changes the loss; the nearest is "elastic" with kind '
+    '"asynchronous" (EASGD)'
+}
+_NEAREST_REMEDIES: dict[Remedy, str] = {
+    "prioritize": 'servers take pushes as they come; the nearest is "staleness_rate", which gives '
+    "stale ones less weight",
+    "negative_momentum": "asynchrony acts like momentum; the nearest is a smaller momentum of the "
+    'optimiser, or "delay_compensation"',
+}
+_NEAREST_TOPOLOGIES: dict[Topology, str] = {
+    "proxy_tree": 'the nearest is "colocated"; with a delay_bound and remedy "eager_push" each '
+    "worker has a cache",
+    "array": "the nearest is split.tensor without copies of the model, with no topology: each rank "
+    "then updates the parts of layers that it has",
 }
 
 
@@ -220,6 +236,22 @@ class Synchrony:
         if self.merge == "neighbour":
             return "neighbour"
         return "all_reduce" if self.place == "replicated" else "ad_hoc"
+
+    def carried_out_by_nothing(self) -> Iterator[str]:
+        """What has a word and no program, with the nearest that has one; one line each."""
+        for name, nearest in (
+            ("merge", _NEAREST_MERGES.get(self.merge)),
+            ("remedy", _NEAREST_REMEDIES.get(self.remedy)),
+            ("topology", _NEAREST_TOPOLOGIES.get(self.place)),
+        ):
+            if nearest:
+                yield f'synchrony.{name} "{getattr(self, name)}": {nearest}'
+        usual = replace(self, transfer=None).carriage
+        if self.carriage != usual and (self.merge, self.carriage) != ("push_sum", "ad_hoc"):
+            yield (
+                f'synchrony.transfer "{self.carriage}": the nearest is "{usual}", which is what '
+                "happens without it; sums are the same"
+            )
 
     def problems(self, workers: int, ranks: int, copies: int) -> Iterator[str]:
         """Every problem, one line each; none if it is legal.

@@ -7,10 +7,11 @@ from pathlib import Path
 from headway.cli.terminal.console import say, say_json
 from headway.errors import HeadwayError, PlanError
 from headway.plans import Plan, explain, plan_difference
+from headway.plans.taxonomy import explain_taxonomy
 
 
 def show(file: Path, /, *, json: bool = False) -> None:
-    """Describe a plan: ranks, batch, precision, exchange.
+    """Describe a plan: ranks, batch, precision, exchange, and its place in the taxonomy.
 
     Args:
         json: Print the plan as JSON, with every default and its hash.
@@ -19,7 +20,7 @@ def show(file: Path, /, *, json: bool = False) -> None:
     if json:
         say_json({"hash": plan.hash, "plan": plan.to_dict()})
     else:
-        say(explain(plan))
+        say(f"{explain(plan)}\n{explain_taxonomy(plan)}")
 
 
 def check(file: Path, /, *more: Path, json: bool = False) -> int:
