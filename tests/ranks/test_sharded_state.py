@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from headway.checkpoint.staging import local_data
 from headway.errors import PlanError
@@ -66,6 +67,42 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
     "scaled": (Scaled, Points, cross_entropy),
     "gated": (partial(Scaled, gated=True), Points, cross_entropy),
 }
+
+
+class Tables(nn.Module):
+    """Blocks that are tables of layers: a table is never called."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.LayerNorm(6), "inner": nn.Linear(6, 6)}) for _ in range(3)
+        )
+        self.leave = nn.Linear(6, 4)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block["inner"](block["norm"](x)).tanh()
+        return self.leave(x)
+
+
+CASES["tables"] = (Tables, Points, cross_entropy)
+
+
+class Repeated(nn.Module):
+    """A block with dropout that is used three times, and computed again in backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(6, 12), nn.Dropout(0.3), nn.Linear(12, 6))
+        self.leave = nn.Linear(6, 4)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = x + checkpoint(self.block, x, use_reentrant=False)
+        return self.leave(x)
+
+
+CASES["dropout, computed again"] = (Repeated, Points, cross_entropy)
 
 
 def adamw(model):

@@ -114,6 +114,27 @@ def test_the_probe_finds_where_samples_lie():
     assert sites[-2:] == (RandomDraw(0, 1), RandomDraw(None))  # randn_like, and the shared rand
 
 
+def test_the_probe_puts_back_parameters_that_the_forward_pass_changes():
+    class Teacher(nn.Module):
+        """As DINO and BYOL: a copy that follows the weights by a moving average."""
+
+        def __init__(self):
+            super().__init__()
+            self.student, self.teacher = nn.Linear(8, 4), nn.Linear(8, 4).requires_grad_(False)
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.teacher.weight.view(-1).lerp_(self.student.weight.view(-1), 0.1)
+                torch._foreach_mul_([self.teacher.bias], 0.9)
+            return self.student(x) - self.teacher(F.dropout(x, 0.5))
+
+    model = Teacher()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    probe_random_draws(model, loss, torch.randn(4, 8), resize_batch)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
 def test_the_probe_leaves_everything_as_it_was():
     model = nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5)).train()
     before = {k: v.clone() for k, v in model.state_dict().items()}

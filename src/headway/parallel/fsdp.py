@@ -35,7 +35,6 @@ MIN_SHARE_OF_MODEL = 0.01
 """A module with at least this share of the parameters is gathered by itself,"""
 MIN_SHARE_OF_LARGEST = 0.1
 """or with this share of the largest one, as in a model of a thousand equal layers."""
-_CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 
 class ShardedState:
@@ -156,8 +155,10 @@ def fsdp_units(model: nn.Module) -> list[nn.Module]:
 
     def found(module: nn.Module) -> Iterator[tuple[nn.Module, int]]:
         for child in module.children():
-            container = isinstance(child, _CONTAINERS)
-            block = isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList)
+            # What holds modules and is never called itself has no moment at which to gather them.
+            holder = isinstance(child, nn.ModuleList | nn.ModuleDict)
+            container = holder or isinstance(child, nn.Sequential)
+            block = isinstance(module, nn.ModuleList) and not holder
             if not block and (container or not isinstance(module, nn.Sequential)):
                 yield from found(child)
                 continue

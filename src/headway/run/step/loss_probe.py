@@ -32,7 +32,7 @@ from headway.run.step.batch import map_tensors, resize_batch
 from headway.run.step.randomness import (
     LogicalRandomness,
     RandomDraws,
-    buffers_restored,
+    state_restored,
     generators_restored,
     probe_random_draws,
     seed_everything,
@@ -227,7 +227,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
     if any(norm.running_mean is None and norm.training for norm in norms):
         raise _CannotTell
     trained = [norm for norm in norms if norm.training]
-    with uncompiled(), buffers_restored(model), generators_restored():
+    with uncompiled(), state_restored(model), generators_restored():
         try:
             for norm in trained:
                 norm.training = False

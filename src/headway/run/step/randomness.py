@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from headway.checkpoint.pretrained import load_weights
 from headway.data import RankBatch
@@ -277,11 +278,10 @@ def _record(
     model: nn.Module, loss: Callable[[nn.Module, Any], Any], data: Any, *, backward: bool
 ) -> _Recorder:
     """Run a pass, put everything back, and return what was drawn."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
     recorder = _Recorder()
     with (
         uncompiled(),
-        buffers_restored(model),
+        state_restored(model),
         generators_restored(),
         _recurrent_watched(model, recorder.recurrent),
         recorder,
@@ -292,11 +292,25 @@ def _record(
         if backward and any(recorder.drew) and total.requires_grad:
             try:
                 # Not `backward`, which would leave gradients and run the hooks of an exchange.
-                torch.autograd.grad(total, parameters, allow_unused=True)
+                torch.autograd.grad(total, _leaves_of(total), allow_unused=True)
             except RuntimeError:  # reentrant activation checkpointing does not allow it
                 recorder.again = True
             recorder.again |= len(recorder.shapes) > recorder.forward
     return recorder
+
+
+def _leaves_of(value: Tensor) -> list[Tensor]:
+    """What a value has a gradient for. These are not the model's parameters where state is sharded:
+    the forward pass then uses what FSDP2 has gathered."""
+    found, seen, waiting = list[Tensor](), set[Any](), [value.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            found += [] if leaf is None else [leaf]
+            waiting += [following for following, _ in node.next_functions]
+    return found
 
 
 @contextmanager
@@ -348,7 +362,7 @@ def count_draws_before(
     recorder = _Recorder()
     with (
         uncompiled(),
-        buffers_restored(model),
+        state_restored(model),
         generators_restored(),
         torch.no_grad(),
         recorder,
@@ -358,15 +372,50 @@ def count_draws_before(
 
 
 @contextmanager
-def buffers_restored(model: nn.Module) -> Iterator[None]:
-    """Leave a model's buffers as they were."""
+def state_restored(model: nn.Module) -> Iterator[None]:
+    """Leave a model's buffers as they were, and parameters that its forward pass changes."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    parameters = _ChangedParameters(model)
     try:
-        yield
+        with parameters:
+            yield
     finally:
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 buffer.copy_(buffers[name])
+            parameters.restore()
+
+
+class _ChangedParameters(TorchDispatchMode):
+    """Copies a parameter when it is about to be changed: most never are, and copies of all would
+    take as much memory as the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._watched = {_memory_of(p): p for p in model.parameters()}
+        self._copies: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func._schema.is_mutable:
+            for tensor in tree_leaves((args, kwargs)):
+                key = _memory_of(tensor) if isinstance(tensor, Tensor) else 0
+                if key and key in self._watched and key not in self._copies:
+                    self._copies[key] = self._watched[key].detach().clone()
+        return func(*args, **(kwargs or {}))
+
+    def restore(self) -> None:
+        for key, copy in self._copies.items():
+            if not torch.equal(self._watched[key], copy):
+                self._watched[key].copy_(copy)
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """Its address; 0 of what has none of its own: parts of a sharded parameter, stand-ins."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return 0
+    return tensor.untyped_storage().data_ptr()
 
 
 @contextmanager
