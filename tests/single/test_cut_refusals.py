@@ -346,3 +346,51 @@ def test_modules_that_return_several_values_by_hand():
 def test_chains_that_are_not_the_model(chain, message):
     with pytest.raises(PlanError, match=message):
         cut_module_chain(Chosen(), loss, DATA, chain)
+
+
+class Remembering(Three):
+    """As CTRL and memory networks: a buffer is set to what the forward pass has computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("memory", torch.zeros(8))
+
+    def forward(self, x):
+        h = self.a(x) + self.memory
+        self.memory = h.detach().mean(0)
+        return self.c(self.b(h))
+
+
+def test_a_buffer_that_is_set_anew_is_named_and_put_back():
+    model = Remembering()
+    held = model.memory
+    with pytest.raises(PlanError, match=r"it changes self\.memory, which a graph would not"):
+        cut(model, loss, DATA, stages=2)
+    assert model.memory is held
+    assert not held.any()
+
+
+class FrozenInEvaluation(Three):
+    """As RWKV: in evaluation mode it does something between its modules that a graph would not."""
+
+    def forward(self, x):
+        h = self.a(x)
+        if not self.training:
+            with torch.no_grad():
+                h = h * 1.0
+        return self.c(self.b(h))
+
+
+class Body(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = FrozenInEvaluation(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def test_a_cut_that_evaluation_mode_does_not_have_says_so():
+    with pytest.raises(PlanError, match="in training mode, and not in evaluation mode") as found:
+        cut(Body(), loss, DATA, at=["body.c"])
+    assert "body is one part, because it computes something inside of" in str(found.value)

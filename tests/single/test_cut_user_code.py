@@ -191,3 +191,23 @@ def test_the_largest_module_is_opened_until_stages_are_about_even():
 
     stages = cut(Wrapper(), wrapped_loss, torch.randn(2, 4, 8), stages=2)
     assert stages[1].calls == ("encoder.layers.2", "encoder.layers.3", "head")
+
+
+def test_functions_of_torch_that_also_take_a_number_first():
+    """C asks a value whether it is a tensor, and believes it: torch.pow(2, x) is one of these."""
+
+    class Powers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = self.first(x)
+            norm = torch.pow(torch.sum(torch.pow(x, 2), dim=-1, keepdim=True), 0.5)
+            x = torch.where(x > 0, x, 0.5) / norm if isinstance(x, Tensor) else x
+            return self.second(torch.pow(2, x))
+
+    model, data = Powers(), torch.randn(4, 8)
+    stages = cut(model, lambda m, x: m(x).sum(), data, stages=2)
+    found = run_stages(stages, record_call(lambda m, x: m(x), model, data))
+    assert torch.equal(found, model(data))

@@ -298,3 +298,57 @@ def test_a_layer_that_is_left_whole_needs_nothing_of_its_blocks():
     assert set(found.left) == {"qkv.weight"}
     assert "sort" in found.left["qkv.weight"]
     assert found.cuts["first.weight"] == OUT
+
+
+class Repeated(nn.Module):
+    """As ALBERT: one block several times, whose first input is cut as no later one is."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(16, 16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.norm = nn.LayerNorm(16)
+        self.leave = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+
+    def forward(self, x):
+        x = self.enter(x)
+        for _ in range(2):
+            x = self.norm(x + self.down(self.up(x).relu()))
+        return self.leave(x)
+
+
+def test_a_norm_that_meets_cut_and_whole_activations_stays_whole():
+    found = of_vectors(Repeated())
+    assert found.cuts["leave.0.weight"] == OUT
+    assert found.cuts["leave.2.weight"] == IN
+    assert "its weight is cut, its input is not" in found.left["norm.weight"]
+
+
+class Assigned(nn.Module):
+    """As RWKV: a recurrence writes each step into a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.other, self.leave = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        key = self.inner(x)
+        output = torch.zeros_like(key)
+        for number in range(len(x)):
+            output[number] = key[number].tanh()
+        return self.leave(self.other(output).relu())
+
+
+def test_what_is_written_into_stays_whole():
+    found = of_vectors(Assigned())
+    assert "setitem" in found.left["inner.weight"]
+    assert found.cuts["other.weight"] == OUT
+
+
+def test_code_that_fails_for_another_reason_is_not_said_to_need_numbers():
+    class Numpy(Assigned):
+        def forward(self, x):
+            return self.leave(torch.as_tensor(self.inner(x).detach().numpy()))
+
+    with pytest.raises(PlanError, match="its code fails on stand-ins"):
+        of_vectors(Numpy())

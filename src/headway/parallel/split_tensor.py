@@ -350,7 +350,7 @@ def _install_operators(*names: str) -> None:
 _install_operators(
     "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "neg", "abs",
     "matmul", "rmatmul", "mod", "floordiv", "rfloordiv", "eq", "ne", "lt", "le", "gt", "ge", "and",
-    "or", "xor", "invert", "getitem", "iadd", "isub", "imul", "itruediv",
+    "or", "xor", "invert", "getitem", "setitem", "iadd", "isub", "imul", "itruediv",
 )  # fmt: skip
 
 _pytree.register_pytree_node(

@@ -534,16 +534,31 @@ def _run(
     return runs
 
 
+_NEEDS_NUMBERS = ("DataDependent", "DynamicOutputShape")
+"""How names begin of what torch raises where a stand-in is asked for its numbers."""
+
+
 def _without_numbers(model: nn.Module, error: Exception) -> PlanError:
     """The refusal of a model whose code needs the numbers in its tensors, or fails."""
     frame = innermost_user_frame(traceback.extract_tb(error.__traceback__))
+    kind = type(error).__name__
+    if kind.startswith(_NEEDS_NUMBERS):
+        why = "its code does not run without numbers"
+        fix = (
+            "Replace decisions by the numbers in a tensor (.item(), .tolist(), masks as indices, "
+            "torch.where with one argument) by functions of tensors, or split otherwise."
+        )
+    else:
+        why = "its code fails on stand-ins, tensors without numbers of which some are split"
+        fix = (
+            "Name the modules whose results this line uses in split.whole (whole=[...]), replace "
+            "what no tensor without numbers can do (.numpy(), .tolist()), or split otherwise."
+        )
     return PlanError(
-        f"how {type(model).__name__} can be split was not found out: its code does not run without "
-        "numbers",
+        f"how {type(model).__name__} can be split was not found out: {why}",
         where="" if frame is None else f"{frame.filename}:{frame.lineno}",
-        problems=[f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"],
-        fix="Replace decisions by the numbers in a tensor (.item(), .tolist(), masks as indices, "
-        "torch.where with one argument) by functions of tensors, or split otherwise.",
+        problems=[f"{kind}: {str(error).strip().partition(chr(10))[0]}"],
+        fix=fix,
     )
 
 

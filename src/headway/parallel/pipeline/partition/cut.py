@@ -409,10 +409,35 @@ def _finish(found: Trace, choose: Callable[[Trace], list[int]], relay: bool) -> 
             return stages
         # The numbers of nodes differ between the two graphs; the names of calls do not.
         names = node_labels(found)
-        opposite = _stages(other, cut_at(other, [names[start] for start in starts[1:]]), relay)
+        opposite = _stages(other, _cut_alike(other, [names[n] for n in starts[1:]], mode), relay)
     if mode:
         return replace(stages, evaluating=opposite)
     return replace(opposite, evaluating=stages)
+
+
+def _cut_alike(other: Trace, at: Sequence[str], training: bool) -> list[int]:
+    """The same places in the graph of the other mode.
+
+    Args:
+        training: The places were chosen in training mode.
+
+    Raises:
+        PlanError: That graph has none of them.
+    """
+    try:
+        return cut_at(other, at)
+    except PlanError as error:
+        chosen, now = ("training", "evaluation") if training else ("evaluation", "training")
+        raise PlanError(
+            f"{type(other.model).__name__} can be cut at {', '.join(at)} in {chosen} mode, and not "
+            f"in {now} mode",
+            problems=[
+                *error.problems,
+                *(f"{name} is one part, because {why}" for name, why in other.closed.items()),
+            ],
+            fix="Let both modes go the same way between modules, or cut elsewhere "
+            "(pipeline.cut, the recipe's cut).",
+        ) from error
 
 
 def _stages(found: Trace, starts: Sequence[int], relay: bool) -> ModelStages:

@@ -14,12 +14,18 @@ constants of the graph, so they are recorded here and compared before every step
 from __future__ import annotations
 
 import operator
+import re
 import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass, replace
+from dis import opname
+from functools import lru_cache
+from itertools import islice
+from linecache import getline
+from types import CodeType
 from typing import Any
 
 import torch
@@ -354,19 +360,34 @@ def _trace(model: nn.Module, call: ModelCall, is_leaf: IsLeaf) -> Trace:
     with examples.opened():
         tracer = _Tracer(model, call, is_leaf, examples)
         before = plain_attributes(model, [name for name, _ in model.named_modules()])
+        buffers = list(model.named_buffers(remove_duplicate=False))
         try:
             with _Creations(tracer):
                 graph = tracer.trace(model)
         except Exception as error:
             raise Untraceable(tracer.failed, _reason(error), _line_of(error)) from error
         finally:
-            changed = restore_plain_attributes(model, before)
+            changed = [*restore_plain_attributes(model, before), *_restore_buffers(model, buffers)]
     opened = ("", *dict.fromkeys(tracer.opened))
     for module, name in changed:
         if module in opened:
             raise Untraceable(module, f"it changes self.{name}, which a graph would not", "")
     state = {key: value for key, value in before.items() if key[0] in opened}
     return Trace(model, graph, call, tracer.constants, examples, opened, state, {})
+
+
+def _restore_buffers(
+    model: nn.Module, before: Iterable[tuple[str, Tensor]]
+) -> list[PlainAttribute]:
+    """Put buffers back in whose place a forward has set a value of the graph; returns those."""
+    found = []
+    for path, buffer in before:
+        name, _, key = path.rpartition(".")
+        module = model.get_submodule(name)
+        if isinstance(getattr(module, key), fx.Proxy):
+            setattr(module, key, buffer)
+            found.append((name, key))
+    return found
 
 
 def _refusal(model: nn.Module, error: Untraceable) -> PlanError:
@@ -406,7 +427,10 @@ class TracedValue(fx.Proxy):
 
         Not for torch's own code: what it takes for a tensor it gives to C, which trusts it.
         """
-        if is_torch_file(sys._getframe(1).f_code.co_filename):
+        asking = sys._getframe(1)
+        if is_torch_file(asking.f_code.co_filename) or not _asks_for_class(
+            asking.f_code, asking.f_lasti
+        ):
             return type(self)
         return self.tracer.type_of(self)
 
@@ -432,6 +456,26 @@ class TracedValue(fx.Proxy):
     def __contains__(self, key: object) -> bool:
         found = self.tracer.create_proxy("call_function", operator.contains, (self, key), {})
         return bool(self.tracer.decide(found))
+
+
+@lru_cache(maxsize=4096)
+def _asks_for_class(code: CodeType, instruction: int) -> bool:
+    """Whether Python code asks for a class, by `isinstance`, `__class__` or a pattern.
+
+    A C function that is called from the same line has no frame of its own: torch.pow(x, 2) asks
+    whether x is a tensor in place of a number, and reads the memory of what says that it is.
+
+    Args:
+        instruction: Byte offset in the code of what is being carried out.
+    """
+    name = opname[code.co_code[instruction]]
+    if not name.startswith(("CALL", "PRECALL")):
+        return name.startswith(("LOAD_ATTR", "LOAD_METHOD", "MATCH_CLASS"))
+    line, _, start, _ = next(islice(code.co_positions(), instruction // 2, None))
+    if line is None or start is None:
+        return False
+    text = getline(code.co_filename, line).encode()[start:]  # columns are counted in bytes
+    return re.match(rb"\(*isinstance\s*\(", text) is not None
 
 
 class TracedAttribute(TracedValue, Attribute):

@@ -586,6 +586,10 @@ def _norm(
         raise RuleRefused("it norms over a cut dimension")
     local = local_of(x)
     if not column.axes:
+        # A norm that is used several times may have met a cut activation before.
+        for vector in vectors:
+            if isinstance(vector, SplitTensor):
+                raise RuleRefused("its weight is cut, its input is not", of=vector)
         # Every rank has other rows, so that the gradients of whole vectors are summed over them.
         parts = [
             None if v is None else copy_to_ranks(local_of(v), context.grid, rows) for v in vectors
