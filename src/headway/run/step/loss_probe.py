@@ -32,10 +32,10 @@ from headway.run.step.batch import map_tensors, resize_batch
 from headway.run.step.randomness import (
     LogicalRandomness,
     RandomDraws,
-    state_restored,
     generators_restored,
     probe_random_draws,
     seed_everything,
+    state_restored,
     uncompiled,
 )
 
