@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils import rnn
 from torch.utils.flop_counter import FlopCounterMode
 
 from headway.capture import aten_trace, capture
@@ -443,3 +444,18 @@ def test_private_modules_of_torch_are_where_capture_expects_them():
     with mode:
         made = torch.empty(10**7, 10**7)
     assert (made.device.type, made.shape[0], made.fake_mode is mode) == ("cpu", 10**7, True)
+
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, x):
+        lengths = torch.full((len(x),), 3)
+        return self.lstm(rnn.pack_padded_sequence(x, lengths, batch_first=True))[0].data
+
+
+def test_packed_sequences_are_named():
+    with pytest.raises(PlanError, match="the lengths of a packed sequence"):
+        capture(Packed(), torch.zeros(2, 5, 4))

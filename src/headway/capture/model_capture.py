@@ -102,9 +102,17 @@ def _refusal(model: nn.Module, module: str, error: Exception) -> PlanError:
     name = type(model).__name__
     kind = type(dict(model.named_modules()).get(module, model)).__name__
     who = f"module {module} ({kind}) of {name}" if module else f"the forward of {name}"
+    problems = [f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"]
+    if isinstance(error, TypeError) and "FakeTensor" in problems[0]:
+        problems.insert(
+            0,
+            "torch takes a number from a tensor here, as a recurrent module does from the lengths "
+            "of a packed sequence (pack_padded_sequence): give it padded sequences, and mask after "
+            "it",
+        )
     return PlanError(
         f"{who} cannot be captured",
-        problems=[f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"],
+        problems=problems,
         where=line,
         fix="A graph is followed without numbers: replace decisions by the numbers in a tensor "
         "(.item(), `if tensor`, masks of unknown length) by torch.where or by sizes, and give "
