@@ -14,7 +14,7 @@ import headway
 from headway import Recipe
 from headway.optim import LAMB, LARS, WarmUp
 from headway.optim.warmup import warmup_then_cosine
-from headway.plans import ExchangePart, ExchangePlan, LayerSplit, PipelinePlan
+from headway.plans import ExchangePart, ExchangePlan, LayerSplit, PipelinePlan, Synchrony
 from support.recipes import adamw, deep, late, mlp, normalised, sparse, tied, unused
 from support.split_recipes import (
     Dropping,
@@ -193,6 +193,56 @@ def priority_words() -> Recipe:
 @case()
 def updates() -> Recipe:
     return tiny("updates", exchange=ExchangePlan(reduce="adasum", values="updates"))
+
+
+# ---- workers that meet in rounds ---------------------------------------------------------------
+
+
+def meeting(name: str, **words: Any) -> Recipe:
+    return tiny(name, synchrony=Synchrony(**{"merge": "mean", "local_steps": 2, **words}))
+
+
+@case(3, steps=5)
+def local_sgd() -> Recipe:
+    return meeting("local-sgd")
+
+
+@case(3, steps=5)
+def local_sgd_reset() -> Recipe:
+    return meeting("local-sgd-reset", state="reset")
+
+
+@case(3, steps=5)
+def post_local_sgd() -> Recipe:
+    return meeting("post-local-sgd", warm_up=2)
+
+
+@case(3, steps=5)
+def slow_momentum() -> Recipe:
+    return meeting("slow-momentum", outer="momentum", outer_momentum=0.6, outer_rate=0.9)
+
+
+@case(3, steps=5)
+def diloco() -> Recipe:
+    return meeting("diloco", outer="nesterov", outer_momentum=0.9, outer_rate=0.7)
+
+
+@case(4, steps=5)
+def local_copies() -> Recipe:
+    return meeting("local-copies", copies=2)
+
+
+@case(3, steps=5)
+def elastic_rounds() -> Recipe:
+    return meeting("elastic-rounds", merge="elastic", alpha=0.3, beta=0.2)
+
+
+@case(4, steps=5)
+def neighbours() -> Recipe:
+    return meeting("neighbours", merge="neighbour")
+
+
+# ---- collective programs -----------------------------------------------------------------------
 
 
 @case(4)

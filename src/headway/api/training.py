@@ -314,6 +314,8 @@ def default_plan(source: RecipeDocument | RecipeReference | Recipe, ranks: int) 
             zero=source.zero or 0,
             shards=source.shards,
             split=source.split,
+            norm=source.norm or "local",
+            synchrony=source.synchrony,
         )
     else:
         # They import torch, as the object has done.

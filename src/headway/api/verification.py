@@ -55,6 +55,8 @@ class EquivalenceResult:
         own_precision: Two steps of data parallelism in the recipe's own precision with what one
             process makes of them, within the bounds of rounding; None: not data parallelism, or
             float64 is its own.
+        workers: Its workers do not agree at every step; compared is with one process that makes the
+            steps of all of them.
     """
 
     processes: int
@@ -65,6 +67,7 @@ class EquivalenceResult:
     failure: HeadwayError | None = None
     whole: Mapping[str, Comparison] = field(default_factory=dict)
     own_precision: Comparison | None = None
+    workers: bool = False
 
     @property
     def holds(self) -> bool:
@@ -93,7 +96,7 @@ class EquivalenceResult:
     @property
     def law(self) -> str | None:
         """Of what is inexact by its plan: "holds" or "broken"."""
-        if self.replay is None and not self.delayed:
+        if self.replay is None and not self.delayed and not self.workers:
             return None
         return "holds" if self.holds else "broken"
 
@@ -149,6 +152,11 @@ class VerificationResult:
             return (
                 f"INEXACT by its plan, and its law holds ({made}, {tensors} tensors equal to "
                 "those of one process that makes the same delayed updates)"
+            )
+        if any(run.workers for run in self.runs):
+            return (
+                f"INEXACT by its plan, and its law holds ({made}, {tensors} tensors of all workers "
+                "equal to those of one process that makes the steps of each)"
             )
         return f"EQUAL to the serial run ({made}, {tensors} tensors compared)"
 
@@ -248,18 +256,20 @@ def _verify_split_runs(
     from headway.verification.distributed_run import inexact_file, narrow_file, record_split
     from headway.verification.recording import Recording
     from headway.verification.serial_run import cut_file
+    from headway.verification.worker_run import workers_file
 
     with tempfile.TemporaryDirectory(prefix="headway-verify-") as folder:
         verdicts = []
         for number, count in enumerate(counts):
-            # The serial run is the same for all counts, unless it follows their micro-batches.
-            if pieces or not number:
-                reference = _SerialRun(job, Path(folder), count if pieces else None)
             target = Path(folder) / f"split-{count}.safetensors"
             start = perf_counter()
             failure = _recorded_until_failure(record_split, job, target, count)
-            delayed = cut_file(target).exists()
+            delayed, workers = cut_file(target).exists(), workers_file(target).exists()
             given = Recording.load(target)
+            # The serial run is the same for all counts, unless it follows their micro-batches.
+            if pieces or workers or not number:
+                alone = count if pieces else None
+                reference = _SerialRun(job, Path(folder), alone, count if workers else 0)
             if delayed:
                 comparison = compare(_delayed_reference(job, target, count), given)
             else:
@@ -272,15 +282,16 @@ def _verify_split_runs(
             narrow = narrow_file(target)
             if failure is not None and comparison.equal and not _differs(replay):
                 # What was recorded before does not explain it.
-                alone = inexact.exists() and not narrow.exists()
-                raise _failed_alone(inexact, failure) if alone else failure
+                apart = inexact.exists() and not narrow.exists()
+                raise _failed_alone(inexact, failure) if apart else failure
             own = None
             if narrow.exists() and comparison.equal and not _differs(replay):
                 own = _replayed(replace(job, narrow=True), narrow, count)
-            ends = _whole_runs(job, count, pieces) if whole and not delayed and not failure else {}
+            ended = delayed or workers or failure is not None
+            ends = _whole_runs(job, count, pieces) if whole and not ended else {}
             seconds = perf_counter() - start
             verdict = EquivalenceResult(
-                count, comparison, seconds, replay, delayed, failure, ends, own
+                count, comparison, seconds, replay, delayed, failure, ends, own, workers
             )
             verdicts.append(verdict)
             if on_run is not None:
@@ -293,10 +304,12 @@ class _SerialRun:
 
     Args:
         ranks: As for `record_serial`.
+        workers: In its place: of so many ranks, whose workers do not agree at every step; 0: it is
+            the serial run.
     """
 
-    def __init__(self, job: VerifyJob, folder: Path, ranks: int | None) -> None:
-        self._job, self._folder, self._ranks = job, folder, ranks
+    def __init__(self, job: VerifyJob, folder: Path, ranks: int | None, workers: int = 0) -> None:
+        self._job, self._folder, self._ranks, self._workers = job, folder, ranks, workers
         self.recording = self._recorded(job, "serial.safetensors")
         self._perturbed_runs: dict[int, Recording] = {}
 
@@ -327,9 +340,13 @@ class _SerialRun:
     def _recorded(self, job: VerifyJob, name: str) -> Recording:
         from headway.verification.recording import Recording
         from headway.verification.serial_run import record_serial
+        from headway.verification.worker_run import record_workers
 
         target = self._folder / name
-        _start(partial(record_serial, ranks=self._ranks), job, target, 1)
+        entry = partial(record_serial, ranks=self._ranks)
+        if self._workers:
+            entry = partial(record_workers, ranks=self._workers)
+        _start(entry, job, target, 1)
         return Recording.load(target)
 
 
@@ -550,7 +567,7 @@ def verdict_data(result: VerificationResult) -> list[dict[str, object]]:
 def _run_data(verdict: EquivalenceResult) -> dict[str, object]:
     comparison, replay, own = verdict.comparison, verdict.replay, verdict.own_precision
     # Equal to the emulation of its delays is not equal to the serial run.
-    exact = comparison.equal and not verdict.delayed and replay is None
+    exact = comparison.equal and verdict.law is None
     first = comparison.first or (own and own.first)
     return {
         "processes": verdict.processes,
@@ -609,6 +626,8 @@ def _not_equal(wrong: list[EquivalenceResult], steps: int) -> NotEqual:
     what = "the serial run"
     if wrong[0].delayed:
         what = "what one process makes of the same table with its delayed updates"
+    if wrong[0].workers:
+        what = "what one process makes of the steps of all its workers"
     return NotEqual(
         f"the split run is NOT {what}; first difference: {first}",
         where=f"{counted(wrong[0].processes, 'process')}",

@@ -6,6 +6,8 @@ from typing import Any
 
 from headway.plans.layer_split import SPACE, LayerSplit
 from headway.plans.plan import SHARD_AXIS, Plan
+from headway.plans.synchrony import MERGES
+from headway.units import counted
 
 
 def explain(plan: Plan, tokens: int | None = None) -> str:
@@ -24,6 +26,8 @@ def explain(plan: Plan, tokens: int | None = None) -> str:
     if plan.memory.zero:
         lines.append(f"state: {explain_sharding(plan)}")
     lines.append(f"exchange: {explain_exchange(plan)}")
+    if not plan.synchrony.by_all_reduce:
+        lines.append(f"synchrony: {explain_synchrony(plan)}")
     return "\n".join(lines)
 
 
@@ -66,6 +70,8 @@ def explain_exchange(plan: Plan) -> str:
         return f"gradients are summed over the copies of each stage{when}, exact"
     if plan.data_degree == 1:
         return "none; one rank holds the whole batch"
+    if plan.copies == 1:
+        return "none; each worker holds the whole of its share"
     how = _HOW[exchange.reduce].replace("gradients", exchange.values)
     if plan.memory.zero:
         return "gradients are summed during the backward pass, where they are kept; exact"
@@ -96,6 +102,18 @@ def explain_exchange(plan: Plan) -> str:
     )
     exact = "exact" if exchange.exact else "inexact"
     return f"{where}, {order}; {wait} ({plan.synchrony.kind}, {exact}){parts}"
+
+
+def explain_synchrony(plan: Plan) -> str:
+    """One sentence about workers that do not agree at every step."""
+    rules = plan.synchrony
+    each = "" if plan.ranks == plan.workers else f" of {plan.ranks // plan.workers} ranks"
+    exact = "exact" if rules.exact else "inexact"
+    how = MERGES[rules.merge]
+    if rules.merge in ("mean", "elastic", "neighbour") and rules.place != "tree":
+        often = counted(rules.local_steps, "step")
+        how += " after each step" if rules.local_steps == 1 else f" every {often}"
+    return f"{plan.workers} workers{each}: {how} ({rules}; {exact})"
 
 
 _BALANCE = {

@@ -164,10 +164,11 @@ class Plan:
 
     @property
     def alike(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of ranks that hold the same parts of split layers."""
-        found: dict[int, tuple[int, ...]] = {}
+        """Groups of ranks that hold the same parts of split layers, and agree at every step."""
+        found: dict[tuple[int, int], tuple[int, ...]] = {}
         for rank in range(self.ranks):
-            place = self.mesh.coordinate(rank).get(TENSOR, 0)
+            at = self.mesh.coordinate(rank)
+            place = at.get(WORKER_AXIS, 0), at.get(TENSOR, 0)
             found[place] = (*found.get(place, ()), rank)
         return tuple(found.values())
 
@@ -541,8 +542,8 @@ def unsupported_by_executor(plan: Plan) -> Iterator[str]:
     """What the executor does not support of a plan, one line each."""
     named = [*plan.synchrony.carried_out_by_nothing()]
     yield from named
-    if not plan.synchrony.by_all_reduce and not named:
-        yield f"synchrony ({plan.synchrony})"
+    if not named:
+        yield from _unsupported_synchrony(plan)
     split, zero = plan.group_degree > 1, plan.memory.zero
     if plan.split.tensor and plan.split.spatial:
         yield "split.tensor and split.spatial at once"
@@ -555,6 +556,28 @@ def unsupported_by_executor(plan: Plan) -> Iterator[str]:
             f"memory.zero {zero} with a pipeline of {plan.pipeline.schedule}, without a flush: "
             "several versions of the weights are kept whole"
         )
+
+
+def _unsupported_synchrony(plan: Plan) -> Iterator[str]:
+    synchrony = plan.synchrony
+    if synchrony.by_all_reduce:
+        return
+    if not synchrony.in_rounds:
+        yield f"synchrony ({synchrony}): of workers, those that meet in rounds are run"
+        return
+    if synchrony.place == "master" and synchrony.merge == "mean":
+        yield 'synchrony.topology "master": the mean is taken by an all-reduce; leave it out'
+    if synchrony.compress != "none":
+        yield f'synchrony.compress "{synchrony.compress}": models travel whole'
+    for what, found in (
+        ("stages", plan.pipe_degree > 1),
+        ("split", plan.group_degree > 1),
+        (f"memory.zero {plan.memory.zero}", plan.memory.zero > 0),
+        ("exchange.priority", plan.exchange.priority),
+        ("exchange.values updates", plan.exchange.values == "updates"),
+    ):
+        if found:
+            yield f"{what} with workers that do not agree at every step ({synchrony})"
 
 
 def check_device(plan: Plan, device: str) -> None:

@@ -61,7 +61,7 @@ _TOPOLOGIES: dict[Merge, tuple[Topology, ...]] = {
     "push_sum": GRAPHS,
     "penalty": ("master",),
 }
-_MEANS: dict[Merge, str] = {
+MERGES: dict[Merge, str] = {
     "gradients": "gradients are given to one optimiser",
     "mean": "the mean of all models (local SGD)",
     "elastic": "models and a centre pull at each other (EASGD)",
@@ -70,6 +70,7 @@ _MEANS: dict[Merge, str] = {
     "push_sum": "weighted models are sent to one at random (GoSGD)",
     "penalty": "a penalty in the loss (MPCA-SGD)",
 }
+"""What each merge is, in words."""
 _NEAREST_MERGES: dict[Merge, str] = {
     "penalty": 'MPCA-SGD, whose penalty changes the loss; the nearest is "elastic" with kind '
     '"asynchronous" (EASGD)'
@@ -320,7 +321,7 @@ class Synchrony:
 
     def _family(self) -> Iterator[str]:
         """Kind, topology and transfer against what is merged."""
-        what = f'merge "{self.merge}" ({_MEANS[self.merge]})'
+        what = f'merge "{self.merge}" ({MERGES[self.merge]})'
         if self.kind not in (kinds := _KINDS[self.merge]):
             yield f'synchrony.kind "{self.kind}" with {what}: it can be {_listed(kinds)}'
         if self.place not in (places := _TOPOLOGIES[self.merge]):

@@ -91,6 +91,7 @@ Kind = Literal[
     "scale",
     "clip",
     "update",
+    "agree",
     "release",
 ]
 
@@ -115,6 +116,7 @@ class Instruction:
         scale: divide by a global count that is only known now.
         clip: limit the global norm of the gradients.
         update: the optimiser's and the scheduler's step.
+        agree: that of a worker, and its meeting with others where it is time.
         release: let the exchange make the update, while the next step begins (priority).
         settle: the pipeline's table has made the updates; read the tally, step the scheduler.
         propose: make this rank's own update and exchange it in place of the gradients.
@@ -156,7 +158,7 @@ def compile_step(
     most = max(passes or 0, num_microbatches) if together else num_microbatches
     own = [_microbatch(number, idle=number >= num_microbatches) for number in range(most)]
     exchange = plan.exchange
-    together = plan.ranks > 1
+    together = plan.ranks > plan.workers
     updates = exchange.values == "updates"
     if own:
         # Between the last forward and the last backward pass: the step reduction overlaps with the
@@ -169,20 +171,22 @@ def compile_step(
         (
             Instruction("clear"),
             *(instruction for one in own for instruction in one),
-            *map(Instruction, _ending(together, updates, exchange.priority, clip)),
+            *map(Instruction, _ending(plan, together, updates, clip)),
         )
     )
 
 
-def _ending(together: bool, updates: bool, priority: bool, clip: bool) -> list[Kind]:
+def _ending(plan: Plan, together: bool, updates: bool, clip: bool) -> list[Kind]:
     """What follows the last backward pass."""
+    priority = plan.exchange.priority
+    update: Kind = "update" if plan.synchrony.by_all_reduce else "agree"
     if updates:
         return ["propose", "send", "receive", "adopt"] if together else ["propose", "adopt"]
     if together and priority and not clip:  # a clipped norm needs all gradients together
         return ["send", "release"]
     arrive: list[Kind] = ["send", "receive"] if together else []
     limit: list[Kind] = ["clip"] if clip else []
-    return [*arrive, "scale", *limit, "update"]
+    return [*arrive, "scale", *limit, update]
 
 
 def _microbatch(number: int, *, idle: bool) -> list[Instruction]:
@@ -375,6 +379,8 @@ class Executor:
         program = compile_step(
             self.plan, len(batch.micros), clip=self._clip is not None, passes=batch.passes
         )
+        if self.strategy.rounds is not None:
+            self.strategy.rounds.begin(self.steps_done)
         if not self.model.training:  # else modules that the user has put into eval mode stay there
             self.model.train()
         with loss_errors_explained(self._given_loss):
@@ -383,6 +389,21 @@ class Executor:
         self._next_epoch = batch.start.epoch + 1
         self._after = batch.after
         return self.record.loss
+
+    @property
+    def met(self) -> bool:
+        """Whether all workers hold the same model now; always, where all ranks agree at every step.
+
+        Only then a checkpoint can be saved, and a validation is of one model.
+        """
+        return self.strategy.rounds is None or self.strategy.rounds.met
+
+    def finish(self) -> None:
+        """After the last step: workers that have not met end with one model; collective.
+
+        The mean of their models, or the centre of an elastic run; `close` does it, too.
+        """
+        self.strategy.finish()
 
     def evaluate(self, batches: RankLoader) -> tuple[float, int]:
         """The mean loss over all samples of a loader and their number; equal on every rank.
@@ -528,6 +549,12 @@ class Executor:
         """
         if keep < 1:
             raise UsageError(f"keep is {keep}", fix="Keep 1 checkpoint at least.")
+        if not self.met:
+            raise UsageError(
+                f"after step {self.steps_done} the workers have different models "
+                f"({self.plan.synchrony}), and a checkpoint holds one",
+                fix="Save where run.met is true, or after run.finish().",
+            )
         trained = self._trained()
         self.flush()
         self.strategy.parameters.share_buffers()
@@ -622,6 +649,7 @@ class Executor:
 
         A model that was cut into stages is whole on rank 0 then, and unusable on the other ranks.
         """
+        self.finish()
         self.strategy.gather_whole()
         self._leave()
 
@@ -811,7 +839,7 @@ class Executor:
 _COMPUTING = ("forward", "idle", "backward", "pipeline")
 """Instructions that run the user's model."""
 _PLAIN = ("arm", "propose", "send", "receive", "adopt", "scale", "clip", "update",
-          "settle", "release")  # fmt: skip
+          "agree", "settle", "release")  # fmt: skip
 """Instructions that need nothing but the gradients."""
 
 

@@ -49,27 +49,29 @@ def push_sum(model: Value, weight: float, other: Value, other_weight: float) -> 
 
 
 @dataclass
-class OuterOptimizer:
-    """Takes the change of the mean model for a gradient: Delta = x_old - mean(x_i).
+class CommonModel:
+    """What workers that meet in rounds have agreed on, kept by each of them alike.
 
-    "momentum" (slow momentum): u = m u + Delta; x = x_old - rate u. "nesterov" (DiLoCo): the same
-    u; x = x_old - rate (Delta + m u). "none": x = mean(x_i), bit by bit.
+    The outer optimiser takes the change of the mean model for a gradient, Delta = x_old -
+    mean(x_i). "momentum" (slow momentum): u = m u + Delta; x = x_old - rate u. "nesterov" (DiLoCo):
+    the same u; x = x_old - rate (Delta + m u). "none": x = mean(x_i), bit by bit.
 
     Attributes:
-        at: The model after the last meeting, x_old.
+        at: The model after the last meeting, x_old; of an elastic run the centre. None: before the
+            first step.
         momentum: u; None before the first meeting.
     """
 
     synchrony: Synchrony
-    at: Value
+    at: Value = None
     momentum: Value = None
 
-    def step(self, average: Value) -> Value:
-        """The model that all workers go on with."""
+    def step(self, average: Value) -> None:
+        """Take the mean of a meeting; `at` is what all workers go on with."""
         rules = self.synchrony
         if rules.outer == "none":
             self.at = average
-            return average
+            return
         delta = self.at - average
         self.momentum = (
             delta if self.momentum is None else self.momentum * rules.outer_momentum + delta
@@ -78,7 +80,6 @@ class OuterOptimizer:
         if rules.outer == "nesterov":
             direction = delta + self.momentum * rules.outer_momentum
         self.at = self.at - direction * rules.outer_rate
-        return self.at
 
 
 # -- messages and holders ----------------------------------------------------------------------

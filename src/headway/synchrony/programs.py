@@ -61,19 +61,46 @@ def make_run(
     run = AgreementRun([])
     if synchrony.central:
         _with_servers(run, synchrony, replicas, shares)
-    elif synchrony.merge == "mean":
+    elif synchrony.in_rounds:
         run.add(Address("meeting"), merging.Meeting(workers), None)
-        run.programs = [_local_worker(synchrony, replica) for replica in replicas]
-    elif synchrony.merge == "neighbour":
-        matrix = mixing.mixing_matrix(synchrony, workers)
-        for i, replica in enumerate(replicas):
-            run.add(Address("model", i), merging.Inbox(i, mixing.neighbours(matrix, i)), i)
-            run.programs.append(_neighbour_worker(synchrony, matrix, i, replica))
+        matrix = mixing.mixing_matrix(synchrony, workers) if synchrony.merge == "neighbour" else ()
+        for worker, replica in enumerate(replicas):
+            if matrix:
+                inbox = merging.Inbox(worker, mixing.neighbours(matrix, worker))
+                run.add(Address("model", worker), inbox, worker)
+            common = merging.CommonModel(synchrony)
+            run.programs.append(rounds_program(synchrony, worker, workers, replica, common))
     elif synchrony.place == "master":
-        _with_centre(run, synchrony, replicas, shares)
+        run.add(Address("centre"), merging.Centre(shares[0]), 0)
+        run.programs = [_elastic_worker(synchrony, replica) for replica in replicas]
     else:
         _with_models(run, synchrony, replicas, seed)
     return run
+
+
+def rounds_program(
+    synchrony: Synchrony,
+    worker: int,
+    workers: int,
+    replica: Replica,
+    common: merging.CommonModel,
+    step: int = 0,
+) -> WorkerProgram:
+    """The program of one worker where all meet in rounds (`Synchrony.in_rounds`).
+
+    Args:
+        common: What the workers have agreed on; as it was left, where a run is resumed.
+        step: The first one to make.
+    """
+    match synchrony.merge:
+        case "mean":
+            return _local_worker(synchrony, replica, common, step)
+        case "elastic":
+            return _elastic_rounds(synchrony, workers, replica, common, step)
+        case "neighbour":
+            matrix = mixing.mixing_matrix(synchrony, workers)
+            return _neighbour_worker(synchrony, matrix, worker, replica, step)
+    raise ValueError(f"merge {synchrony.merge} knows no rounds")
 
 
 # -- central: servers --------------------------------------------------------------------------
@@ -176,10 +203,12 @@ def _by_share(gradient: Gradient, shares: int) -> list[Gradient]:
 # -- decentral, in rounds ----------------------------------------------------------------------
 
 
-def _local_worker(synchrony: Synchrony, replica: Replica) -> WorkerProgram:
+def _local_worker(
+    synchrony: Synchrony, replica: Replica, common: merging.CommonModel, step: int
+) -> WorkerProgram:
     """Local SGD with warm-up, and an outer optimiser (SlowMo, DiLoCo)."""
-    outer = merging.OuterOptimizer(synchrony, replica.read())
-    step = 0
+    if common.at is None:
+        common.at = replica.read()
     met = True
     while True:
         gradient: Gradient | None = yield Compute(step)
@@ -187,21 +216,23 @@ def _local_worker(synchrony: Synchrony, replica: Replica) -> WorkerProgram:
             if gradient.count:
                 replica.step(gradient.value)
             step += 1
-            met = _meets_after(synchrony, step)
+            met = meets_after(synchrony, step)
         elif met:
             return
         if met or gradient is None:
             average = yield from _mean(step, replica.read())
             if step <= synchrony.warm_up:
-                outer.at = average
-            replica.write(average if step <= synchrony.warm_up else outer.step(average))
+                common.at = average
+            else:
+                common.step(average)
+            replica.write(common.at)
             yield from _agree_on_state(synchrony, step, replica)
         if gradient is None:
             return
 
 
-def _meets_after(synchrony: Synchrony, steps: int) -> bool:
-    """Whether models meet after so many steps: after each while warming up."""
+def meets_after(synchrony: Synchrony, steps: int) -> bool:
+    """Whether the mean of all models is taken after so many steps: after each while warming up."""
     since = steps - synchrony.warm_up
     return since <= 0 or since % synchrony.local_steps == 0
 
@@ -221,7 +252,11 @@ def _agree_on_state(synchrony: Synchrony, step: int, replica: Replica) -> Genera
 
 
 def _neighbour_worker(
-    synchrony: Synchrony, matrix: Sequence[Sequence[float]], worker: int, replica: Replica
+    synchrony: Synchrony,
+    matrix: Sequence[Sequence[float]],
+    worker: int,
+    replica: Replica,
+    step: int,
 ) -> WorkerProgram:
     """D-PSGD: the gradient is computed while models travel (Lian et al. 2017, algorithm 1)."""
     listeners = [
@@ -230,7 +265,6 @@ def _neighbour_worker(
         if other != worker and matrix[other][worker]
     ]
     weights = dict(enumerate(matrix[worker]))
-    step = 0
     while True:
         meets = (step + 1) % synchrony.local_steps == 0
         if meets:
@@ -241,27 +275,16 @@ def _neighbour_worker(
         gradient: Gradient | None = yield Compute(step)
         if meets:
             models = (yield Await((ticket,), "neighbour"))[0]
-            replica.write(merging.mixed(weights, models))
         if gradient is None:
-            return
+            return  # what was sent for a step that is not made changes nothing
+        if meets:
+            replica.write(merging.mixed(weights, models))
         if gradient.count:
             replica.step(gradient.value)
         step += 1
 
 
 # -- elastic -----------------------------------------------------------------------------------
-
-
-def _with_centre(
-    run: AgreementRun, synchrony: Synchrony, replicas: Sequence[Replica], shares: Sequence[Replica]
-) -> None:
-    workers = len(replicas)
-    if synchrony.in_rounds:
-        run.add(Address("meeting"), merging.Meeting(workers), None)
-        run.programs = [_elastic_rounds(synchrony, workers, replica) for replica in replicas]
-    else:
-        run.add(Address("centre"), merging.Centre(shares[0]), 0)
-        run.programs = [_elastic_worker(synchrony, replica) for replica in replicas]
 
 
 def _elastic_worker(synchrony: Synchrony, replica: Replica) -> WorkerProgram:
@@ -284,10 +307,16 @@ def _elastic_worker(synchrony: Synchrony, replica: Replica) -> WorkerProgram:
         step += 1
 
 
-def _elastic_rounds(synchrony: Synchrony, workers: int, replica: Replica) -> WorkerProgram:
+def _elastic_rounds(
+    synchrony: Synchrony,
+    workers: int,
+    replica: Replica,
+    common: merging.CommonModel,
+    step: int,
+) -> WorkerProgram:
     """Synchronous EASGD (Zhang et al. 2015, eq. 2.3, 2.4); every worker keeps the same centre."""
-    centre = replica.read()
-    step = 0
+    if common.at is None:
+        common.at = replica.read()
     while True:
         before = replica.read()
         meets = (step + 1) % synchrony.local_steps == 0
@@ -296,11 +325,12 @@ def _elastic_rounds(synchrony: Synchrony, workers: int, replica: Replica) -> Wor
         gradient: Gradient | None = yield Compute(step)
         if meets:
             average = (yield Await((ticket,), "meeting"))[0]
-            replica.write(merging.elastic_pull(before, centre, synchrony.alpha))
-            # Each worker moves the centre by beta (x_i - centre); their sum is n times the mean's.
-            centre = merging.elastic_pull(centre, average, synchrony.beta * workers)
         if gradient is None:
-            return
+            return  # as above
+        if meets:
+            replica.write(merging.elastic_pull(before, common.at, synchrony.alpha))
+            # Each worker moves the centre by beta (x_i - centre); their sum is n times the mean's.
+            common.at = merging.elastic_pull(common.at, average, synchrony.beta * workers)
         if gradient.count:
             replica.step(gradient.value)
         step += 1

@@ -33,6 +33,7 @@ from headway.optim.layerwise import Layerwise
 from headway.plans import ExchangePlan, Plan, data_parallel
 from headway.run.distributed import replica_sync
 from headway.run.distributed.launch_env import LaunchEnv
+from headway.run.distributed.process_groups import gather_to_rank0
 from headway.run.distributed.world import World
 from headway.run.executor import Executor, Kind
 from headway.run.recipe.batch_units import resolve_batch
@@ -52,6 +53,7 @@ from headway.verification.recording import (
 from headway.verification.reference.epochs import reference_epochs
 from headway.verification.reference.recipes import check_plan
 from headway.verification.serial_run import save_cut
+from headway.verification.worker_run import by_worker, workers_file
 
 PATIENCE = 5.0
 """Seconds that a rank which has failed waits for the recording of rank 0."""
@@ -94,7 +96,7 @@ def has_precision_law(recipe: Recipe, plan: Plan) -> bool:
     only those of rank 0 are recorded. Nor is there one for numbers that ranks exchange in a forward
     pass (`RecordedRun.coupled`).
     """
-    alike = plan.data_degree == plan.ranks and not plan.memory.zero and not plan.split.ranks > 1
+    alike = plan.copies == plan.ranks and not plan.memory.zero and not plan.split.ranks > 1
     return (
         recipe.precision != "float64"
         and alike
@@ -278,7 +280,7 @@ class RecordedRun:
             )
         _divide_norms(trained)  # also in a training run: the same numbers
         looks: dict[Kind, Callable[[], None]] = {}
-        if recipe.clip is not None:
+        if recipe.clip is not None and plan.synchrony.by_all_reduce:
             looks["clip"] = self._before_clip
         self._collectives = _ForwardCollectives(executor, looks)
 
@@ -337,12 +339,15 @@ class RecordedRun:
             replace(recording, coupled=self.coupled).save(target)
             if not self._plan.flushes and self._run.pipeline and self._run.pipeline.stages:
                 save_cut(self._run.pipeline.stages, target)
+            if not self._plan.synchrony.by_all_reduce:
+                workers_file(target).touch()
 
     def _make_steps(self) -> None:
         """All steps, or until the ranks are apart."""
         run, recipe, job = self._run, self._recipe, self._job
         source = training_data(recipe)
         cursor = job.start(recipe, reference_epochs(recipe, source).sizes_to_the_end)
+        step = 0
         with run.loader(source, cursor=cursor, drop_last=recipe.drop_last) as loader:
             # The range first: else zip would read one more batch before it notices the end.
             for step, batch in zip(range(1, job.count(recipe) + 1), loader, strict=False):
@@ -355,6 +360,7 @@ class RecordedRun:
                     raise
                 if not self.take(step, loss):
                     break
+        self._finish_workers(step)
 
     def take(self, step: int, loss: float) -> bool:
         """Record a step that has been made; whether the ranks hold the same numbers."""
@@ -363,9 +369,41 @@ class RecordedRun:
             self._crossing.note_rest(step)
             return True
         numbers = self._run.strategy.tensors_by_kind()
+        if not self._plan.synchrony.by_all_reduce:
+            self._take_workers(step, loss, numbers)
+            return True
         self._recorder.take(step, loss, numbers, self._run.record.norm)
         held = self._run.strategy.parameters
         return self._same_everywhere(step, held.named, held.away)
+
+    def _take_workers(
+        self, step: int, loss: float, numbers: Mapping[str, Mapping[str, Tensor]]
+    ) -> None:
+        """Record the tensors of all workers, and the loss over all samples; collective."""
+        world, inner = self._world, self._plan.ranks // self._plan.workers
+        worker, place = divmod(world.rank, inner)
+        own = {} if place else numbers
+        flat = {
+            f"{kind}/{name}": value.detach().to_dense() if value.is_sparse else value.detach()
+            for kind, tensors in by_worker({worker: own}).items()
+            for name, value in tensors.items()
+        }
+        told = gather_facts((loss, self._run.strategy.count))
+        found: dict[str, dict[str, Tensor]] = {}
+        for key, value in gather_to_rank0(flat, world).items():
+            kind, _, name = key.partition("/")
+            found.setdefault(kind, {})[name] = value
+        counted = [(mean, count) for mean, count in told[::inner] if count]
+        total = sum(mean * count for mean, count in counted)
+        self._recorder.take(step, total / sum(count for _, count in counted), found)
+
+    def _finish_workers(self, step: int) -> None:
+        """Record the model that all workers end with."""
+        if self._plan.synchrony.by_all_reduce:
+            return
+        self._run.finish()
+        parameters = self._run.strategy.tensors_by_kind()["parameter"]
+        self._take_workers(step + 1, 0.0, {"parameter": parameters})
 
     def _take_crossing(self) -> None:
         """With priority: all steps of which all updates have been made."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def exchange_routes(plan: Plan, world: World) -> RoutePool:
     """The groups of a plan's exchange; collective."""
     pace = TrafficShaper.of(*world.place.pace) if world.place.pace else None
-    among = plan.alike if plan.split.tensor else None
+    among = plan.alike if plan.split.tensor or plan.workers > 1 else None
     # A process group that the user's program has made keeps its own time-out.
     timeout = timedelta(seconds=world.timeout_seconds) if world.store is not None else None
     return RoutePool(

@@ -28,13 +28,18 @@ from torch.utils.data import Dataset
 from headway.documents import to_type
 from headway.errors import DocumentError, RecipeError
 from headway.huggingface import TokenLoss
-from headway.plans import ExchangePlan, LayerSplit, PipelinePlan
+from headway.plans import ExchangePlan, LayerSplit, PipelinePlan, Synchrony
 from headway.run.recipe.schema import RecipeReference, Scalars
 from headway.run.recipe.user_code import UserCall, describe_value, user_line
 
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 """Of models: they do what headway does."""
-TABLES = {"exchange": ExchangePlan, "pipeline": PipelinePlan, "split": LayerSplit}
+TABLES = {
+    "exchange": ExchangePlan,
+    "pipeline": PipelinePlan,
+    "split": LayerSplit,
+    "synchrony": Synchrony,
+}
 
 
 class Factory:

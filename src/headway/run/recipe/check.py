@@ -41,7 +41,8 @@ class CheckedRecipe:
         document: The checked document; for a function, the document that stands for it.
         name: The run's name, as far as it is known without running the user's code.
         folders: Where the user's modules are looked for, before the installed packages.
-        keys: Of [exchange] and [pipeline], the keys that are given; the rest is the function's.
+        keys: Of [exchange], [pipeline] and [synchrony], the keys that are given; the rest is
+            the function's.
     """
 
     reference: str

@@ -88,7 +88,7 @@ def load_recipe(reference: str | Recipe | SentRecipe, overrides: Sequence[str] =
 
 
 def override_recipe(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
-    """A recipe with overrides laid over its scalar fields, [exchange] and [pipeline].
+    """A recipe with overrides laid over its scalar fields and tables.
 
     Raises:
         DocumentError: The overrides have problems; all are listed.
@@ -169,7 +169,7 @@ def _seeded(seed: int) -> Iterator[None]:
 def _tables(
     recipe: Recipe, document: RecipeReference, keys: Mapping[str, tuple[str, ...]]
 ) -> dict[str, Any]:
-    """The function's own [exchange] and [pipeline], with the keys that are given laid over them."""
+    """The function's own tables, with the keys that are given laid over them."""
     return {
         name: dataclasses.replace(own, **{key: getattr(given, key) for key in keys[name]})
         for name in keys

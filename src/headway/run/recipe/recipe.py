@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from headway.data.source import Source
 from headway.errors import RecipeError
 from headway.keywords import checks_fields, told_together
-from headway.plans import ExchangePlan, LayerSplit, PipelinePlan
+from headway.plans import ExchangePlan, LayerSplit, PipelinePlan, Synchrony
 from headway.plans.batch import Norm
 from headway.plans.plan import Zero
 from headway.run.recipe.accepted_forms import KEYWORDS_OF_OTHERS, accept_fields, as_criterion
@@ -103,6 +103,7 @@ class Recipe:
         split: How layers are split by ranks that share their samples, where no plan file says it.
         norm: Over which samples batch normalisation takes its statistics: "local", those of one
             micro-batch; "global", those of the global batch, exactly as the serial run.
+        synchrony: Who agrees with whom, and when; None: all ranks at every step.
         showcase: Makes a text from the trained model, shown at the end (a sample, a score).
     """
 
@@ -145,6 +146,7 @@ class Recipe:
     shards: int | None = None
     split: LayerSplit | None = None
     norm: Norm = "local"
+    synchrony: Synchrony | None = None
     showcase: Callable[[nn.Module], str] | None = None
 
 

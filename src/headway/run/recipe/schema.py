@@ -31,7 +31,7 @@ from headway.documents import (
 )
 from headway.errors import DocumentError, RecipeError
 from headway.optim.lr_scaling import Scaling
-from headway.plans import ExchangePlan, LayerSplit, PipelinePlan
+from headway.plans import ExchangePlan, LayerSplit, PipelinePlan, Synchrony
 from headway.plans.batch import Norm
 from headway.plans.plan import Zero
 from headway.units import Amount, parse_bytes
@@ -261,6 +261,7 @@ class Scalars:
     shards: PositiveInt | None = None
     split: LayerSplit | None = None
     norm: Norm | None = None
+    synchrony: Synchrony | None = None
 
 
 @document
@@ -363,9 +364,9 @@ def _with_tables(problem: str, raw: Mapping[str, Any]) -> str:
 
 
 def given_keys(path: Path | None, overrides: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """The keys of [exchange] and [pipeline] that a checked file and its overrides give."""
+    """The keys of these tables that a checked file and its overrides give."""
     raw = apply_overrides(_parse(path)[1] if path else {}, overrides)
-    return {name: tuple(raw.get(name, ())) for name in ("exchange", "pipeline")}
+    return {name: tuple(raw.get(name, ())) for name in ("exchange", "pipeline", "synchrony")}
 
 
 def _parse(path: Path) -> tuple[str, dict[str, Any]]:

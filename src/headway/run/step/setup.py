@@ -101,6 +101,7 @@ def recipe_plan(recipe: Recipe, given: Plan | Path | None, ranks: int) -> Plan:
             shards=recipe.shards,
             split=recipe.split,
             norm=recipe.norm,
+            synchrony=recipe.synchrony,
         )
     plan = given if isinstance(given, Plan) else Plan.load(given)
     if plan.batch.samples != samples:

@@ -94,6 +94,7 @@ class StepReduction:
         shares: Of this rank's micro-batches: loss sum divided by the samples of the global batch.
         counts: What the loss of each micro-batch is a sum over.
         same: Numbers that are the same on all ranks, if nothing is wrong.
+        group: Over which is summed; None: all ranks.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class StepReduction:
         device: torch.device,
         together: bool,
         same: Sequence[int] = (),
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         # Their sums and those of their squares: equal numbers have no variance. Small ones, so
         # that all of it is exact.
@@ -122,7 +124,8 @@ class StepReduction:
                 *powers,
             ]
         )
-        self._work = dist.all_reduce(self._sums, async_op=True) if together else None
+        self._work = dist.all_reduce(self._sums, group=group, async_op=True) if together else None
+        self._group = group
         self._read: tuple[float, float, int] | None = None
         self.differ = False
         """Whether `same` was not the same on all ranks; known behind `read`."""
@@ -135,7 +138,7 @@ class StepReduction:
             share, count, votes, *powers = self._sums.tolist()
             self._read = share, count, round(votes)
             pairs = zip(powers[::2], powers[1::2], strict=True)
-            self.differ = any(dist.get_world_size() * b != a**2 for a, b in pairs)
+            self.differ = any(dist.get_world_size(self._group) * b != a**2 for a, b in pairs)
         return self._read
 
 

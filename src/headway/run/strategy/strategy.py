@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.optim import Optimizer
 
-from headway.comm.compress.state import collect_state, distribute_state
+from headway.comm.compress.state import STATE_PREFIX, collect_state, distribute_state
 from headway.comm.exchange.gradient_exchange import DeltaUpdate, GradientExchange
 from headway.comm.lanes.buckets import BucketTiming
 from headway.comm.lanes.routes import RoutePool
@@ -57,6 +57,8 @@ from headway.run.strategy.parameters import (
 from headway.run.strategy.split_layers import SplitLayers, infer_plan_split
 from headway.run.strategy.step_context import StepContext, StepReduction, TrainingSetup
 from headway.run.strategy.training_state import TrainingState
+from headway.run.synchrony.replica import ModelReplica
+from headway.run.synchrony.rounds import RoundsRun, WorkerPlace
 
 
 class Reducer(ABC):
@@ -305,6 +307,8 @@ class Strategy:
 
     Attributes:
         pipeline: Runs all micro-batches; None: the model is not cut, the executor runs them.
+        rounds: Makes the updates of a worker that meets others now and then; None: all ranks agree
+            at every step.
     """
 
     def __init__(
@@ -316,7 +320,9 @@ class Strategy:
         reducer: Reducer,
         pipeline: PipelineRunner | None = None,
         divide: Callable[[RankBatch | None], RandomDraws | None] | None = None,
+        rounds: RoundsRun | None = None,
     ) -> None:
+        self.rounds = rounds
         self.parameters = parameters
         self.reducer = reducer
         self.pipeline = pipeline
@@ -329,6 +335,7 @@ class Strategy:
         )
         self._tally: StepReduction | None = None
         self._fact: StepFact | None = None
+        self._count = 0.0
         self._counts = setup.plan.counts(context.world.rank)
 
     @property
@@ -400,6 +407,8 @@ class Strategy:
 
     def exchange_state(self) -> dict[str, Tensor]:
         """Residuals of the compressors, for a checkpoint; collective."""
+        if self.rounds is not None:
+            return {f"{STATE_PREFIX}{name}": t for name, t in self.rounds.state().items()}
         if self.exchange is None or self._setup.plan.exchange.exact:
             return {}
         with self.context.exchanging():
@@ -408,6 +417,9 @@ class Strategy:
     def restore_exchange(self, saved: Mapping[str, Tensor]) -> None:
         """Restore the residuals that are among the tensors of a checkpoint."""
         state = distribute_state(saved, self.context.world.ranks)
+        if self.rounds is not None:
+            self.rounds.restore(state)
+            return
         if not state:
             return
         if self.exchange is None or self._setup.plan.exchange.exact:
@@ -444,7 +456,8 @@ class Strategy:
                 counts if self._counts else (),
                 vote=vote,
                 device=self.context.world.device,
-                together=self.context.world.ranks > 1,
+                together=self.context.world.ranks > self._setup.plan.workers,
+                group=None if self.rounds is None else self.rounds.inside,
                 same=fact.numbers if fact else (),
             )
 
@@ -475,6 +488,26 @@ class Strategy:
         self.context.record.norm = norm
         if not math.isfinite(norm):
             raise self._diverged(f"the norm of the gradients is {norm}")
+
+    @property
+    def count(self) -> float:
+        """What the loss of the last step is a mean over: samples, tokens."""
+        return self._count
+
+    def agree(self) -> None:
+        """Make the worker's own update, and meet the others where it is time."""
+        assert self.rounds is not None
+        record = self.context.record
+        with self.context.exchanging():
+            self.rounds.step(self._count)
+            record.votes = self.rounds.vote(record.votes > 0)
+        self._schedule()
+
+    def finish(self) -> None:
+        """After the last step: all workers end with one model; collective."""
+        if self.rounds is not None:
+            with self.context.exchanging():
+                self.rounds.finish()
 
     def update(self) -> None:
         """Step the optimiser and the scheduler."""
@@ -559,6 +592,9 @@ class Strategy:
         if self._tally.differ and self._fact is not None:
             self.skip()
             self._fact.compare()
+        self._count = count
+        if self.rounds is not None and not count:
+            return 0.0  # a ragged batch has left this worker without samples, and without a loss
         # `share` is sum / N, so that this is sum / count; a count of 0 has no mean.
         record.loss = share * (record.samples / count) if count else math.nan
         if not math.isfinite(record.loss):
@@ -597,6 +633,8 @@ def make_strategy(setup: TrainingSetup, forward: ForwardPass) -> Strategy:
         return _pipeline_parallel(setup, forward)
     if plan.split.tensor:
         return _tensor_parallel(setup, forward)
+    if not plan.synchrony.by_all_reduce:
+        return _workers(setup)
     return _sharded(setup) if plan.memory.zero and plan.ranks > 1 else data_parallel_strategy(setup)
 
 
@@ -608,6 +646,21 @@ def data_parallel_strategy(setup: TrainingSetup) -> Strategy:
         context,
         parameters=WholeParameters(setup.model, context),
         reducer=_bucket_reducer(setup, context),
+    )
+
+
+def _workers(setup: TrainingSetup) -> Strategy:
+    """The strategy of workers, whole models or copies of one, that meet in rounds."""
+    context, world = StepContext(setup.world), setup.world
+    parameters = WholeParameters(setup.model, context)
+    place = WorkerPlace.of(setup.plan, world)
+    replica = ModelReplica(parameters.named, setup.optimizer)
+    return Strategy(
+        setup,
+        context,
+        parameters=parameters,
+        reducer=_bucket_reducer(setup, context),
+        rounds=RoundsRun(setup.plan, place, replica),
     )
 
 

@@ -287,6 +287,7 @@ class Training:
         """Step until the end of the recipe or a signal; returns the signal's name."""
         run, recipe = self.executor, self._recipe
         first = run.steps_done + 1
+        saving, validating = _Due(recipe.checkpoint_every), _Due(recipe.validate_every)
         if self._lacks_validation(total) and self._judge():
             return None
         while run.steps_done < total:
@@ -306,13 +307,15 @@ class Training:
                 self._store.reserve(tensors, holdings)
             # By the votes of all ranks, not by this rank's signal: all stop after the same step.
             stopping, last = run.record.votes > 0, run.steps_done == total
-            if stopping or last or _due(recipe.checkpoint_every, run.steps_done):
+            if stopping or last:
+                run.finish()
+            if stopping or last or saving.now(run.steps_done, met=run.met):
                 self._save()
             if stopping:
                 # The vote may be another rank's, which alone has got the signal.
                 asked = "a callback" if self._view.stopping else "another rank"
                 return self._stop.requested or asked
-            if (last or _due(recipe.validate_every, run.steps_done)) and self._judge():
+            if (last or validating.now(run.steps_done, met=run.met)) and self._judge():
                 break
         return None
 
@@ -492,6 +495,20 @@ def _is_option(name: str, value: Any) -> bool:
 
 def _due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
+
+
+class _Due:
+    """What happens every so many steps, or at the next one after which workers have met."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._owed = False
+
+    def now(self, step: int, *, met: bool) -> bool:
+        """Whether it happens after a step."""
+        self._owed |= _due(self._every, step)
+        happens, self._owed = self._owed and met, self._owed and not met
+        return happens
 
 
 def train(place: LaunchEnv, job: TrainJob) -> TrainingOutcome:

@@ -1,0 +1,1 @@
+"""Workers that do not agree at every step: programs of `headway.synchrony`, as processes."""
