@@ -59,10 +59,11 @@ class WorkerPlace:
         mine, place = divmod(world.rank, inner)
 
         def made(ranks: list[int]) -> dist.ProcessGroup:
-            group: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout)
+            with drop_later_connections():
+                group: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout)
             return group
 
-        with world.explained("making the groups of the workers"), drop_later_connections():
+        with world.explained("making the groups of the workers"):
             columns = [made([w * inner + c for w in range(plan.workers)]) for c in range(inner)]
             rows = [
                 made([w * inner + c for c in range(inner)]) if inner > 1 else None
