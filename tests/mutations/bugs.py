@@ -13,7 +13,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parent.parent / "src" / "headway"
-FOLDERS = ("comm", "parallel", "run", "optim", "data", "checkpoint", "collective")
+FOLDERS = ("comm", "parallel", "run", "optim", "data", "checkpoint", "collective", "synchrony")
 
 
 @dataclass(frozen=True, kw_only=True)
