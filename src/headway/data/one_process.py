@@ -13,6 +13,11 @@ def as_one_process() -> Iterator[None]:
 
     Every rank reads the whole stream. Readers of shards ask the environment for the rank before
     they ask torch: WebDataset refuses to be read by several ranks, or splits its shards.
+
+    The environment is that of the whole process: other threads, and processes started meanwhile,
+    see one process, too. Nothing of headway asks for the rank then; a thread of the user's takes it
+    from `Executor.world` or from torch. The rank's own process reads, because what a stream gives
+    and its state must not be sent from another one.
     """
     alone = {"RANK": "0", "WORLD_SIZE": "1"}
     before = {name: os.environ.get(name) for name in alone}
