@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
 import headway
 from headway.data.sampler_order import SamplerOrder
@@ -77,6 +79,27 @@ def test_ranks_that_draw_another_order_are_named():
         assert "ranks 0 and 1 do not have the same order of FromTheClock" in order
         assert "ranks 0 and 1 do not have the same first sample of SplitByRank" in first
         assert "ranks 0 and 1 do not have the same end of OtherEnds" in end
+
+
+def of_other_lengths(world: Any) -> str:
+    x = torch.randn(20 + world.rank, 3)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    run = headway.Executor(
+        model, torch.optim.SGD(model.parameters()), loss=torch.nn.MSELoss(), batch=4,
+        world=World.adopt(),
+    )  # fmt: skip
+    first = next(iter(run.batches(TensorDataset(x, x[:, :1]))))
+    with pytest.raises(DataError) as caught:
+        run.step(first)
+    assert run.steps_done == 0
+    return str(caught.value)
+
+
+def test_ranks_whose_data_have_other_lengths_are_named():
+    """A list of files that differs, for example; the order of the samples would differ, too."""
+    for said in run_ranks(2, of_other_lengths):
+        assert "ranks 0 and 1 do not have the same number of samples: 20 and 21" in said
 
 
 def test_a_stop_in_samples_counts_the_batches_of_a_stream_as_they_come(tmp_path):

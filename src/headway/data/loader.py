@@ -22,7 +22,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
@@ -298,6 +298,7 @@ class RankBatch:
         after: Where the next one begins: the cursor to save once this batch is used.
         passes: The most micro-batches that any rank has of it.
         fact: What the step has yet to compare; None: nothing.
+        length: Samples of its epoch, as this rank counts them; None: not known.
     """
 
     micros: tuple[MicroBatch, ...]
@@ -306,6 +307,7 @@ class RankBatch:
     after: Cursor
     passes: int
     fact: StepFact | None = None
+    length: int | None = field(default=None, compare=False)
 
 
 class Loader:
@@ -367,6 +369,7 @@ class Loader:
         self._limit = limit
         # Of a stream without a length, reading says where an epoch ends.
         self._order = self._drawn if length is not None else self._stream
+        self._length = length
         length = length or 0
         self._batches = GlobalBatches(
             cursor, length, split.samples, drop_last, epochs, order=self._order
@@ -395,6 +398,7 @@ class Loader:
                     after=self._marked(batch.after),
                     passes=self._split.passes(self._ranks, batch.count),
                     fact=fact,
+                    length=self._length,
                 )
         finally:
             fetched.close()

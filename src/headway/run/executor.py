@@ -48,6 +48,7 @@ from headway.run.recipe.schema import Precision
 from headway.run.step.batch import (
     PaddingBatch,
     RankLoader,
+    check_agreement,
     rank_loader,
     rank_source,
     resize_batch,
@@ -259,6 +260,7 @@ class Executor:
         self._next_epoch = 0
         self._after: Cursor | None = None
         self._resumed: Cursor | None = None
+        self._compared = False
         self._divided = False
         self._stores: dict[Path, CheckpointStore] = {}
         self._inventory = make_inventory(self.plan, self.world)
@@ -364,6 +366,7 @@ class Executor:
             PeerLost: Another rank vanished.
             Stalled: The exchange ran into its time-out; names who is missing.
             UsageError: Another batch than one of `batches`.
+            DataError: The ranks' data have different lengths; found in the first step.
         """
         if not isinstance(batch, RankBatch):
             raise UsageError(
@@ -372,6 +375,9 @@ class Executor:
                 where=users_line(),
             )
         self._batch = batch
+        if not self._compared:  # the order of the samples follows from their number
+            check_agreement(self.world, "number of samples", batch.length)
+            self._compared = True
         self.record = StepRecord(samples=batch.samples)
         self._spare.note(batch)
         self.cut(batch)

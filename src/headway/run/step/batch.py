@@ -148,7 +148,7 @@ def rank_loader(
             **options,
         )
     rank, ranks = plan.data_rank(world.rank), plan.data_degree
-    agree = None if alone else partial(_agree, world)
+    agree = None if alone else partial(check_agreement, world)
     # Of data parallelism alone: elsewhere ranks meet in the forward pass, by their samples.
     in_step = plan.data_degree == plan.ranks and not plan.memory.zero and plan.batch.norm == "local"
     return Loader(
@@ -156,8 +156,8 @@ def rank_loader(
     )
 
 
-def _agree(world: World, what: str, fact: Any) -> None:
-    """Compare a fact with those of the other ranks; collective.
+def check_agreement(world: World, what: str, fact: Any) -> None:
+    """Compare a fact about the data with those of the other ranks; collective.
 
     Raises:
         DataError: They differ; on all ranks.
@@ -168,8 +168,9 @@ def _agree(world: World, what: str, fact: Any) -> None:
         found = gather_facts(fact)
     other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
     if other is not None:
+        counts = f": {found[0]} and {found[other]}" if isinstance(fact, int) else ""
         raise DataError(
-            f"ranks 0 and {other} do not have the same {what}",
+            f"ranks 0 and {other} do not have the same {what}{counts}",
             why="It must follow from the seed alone: from a generator of its own, or from the "
             "global ones of torch, numpy and random; not from the rank, the time or the process.",
             fix="Take the splitting over ranks out of the data (DistributedSampler, "
