@@ -13,6 +13,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from operator import truediv
 from typing import Any
 
 import torch
@@ -149,14 +150,14 @@ def report_times(rate: str, rounds: int) -> None:
     print(f"10 M parameters, {PER_RANK} x {WINDOW} tokens per rank, tau {PERIOD}, {rate}, {today}")
     for name, values in found.items():
         against = [
-            f"{p} / it: median {statistics.median(a / b for a, b in zip(found[p], values)):.2f}"
+            f"{p} / it: median {statistics.median(map(truediv, found[p], values)):.2f}"
             for p in PEERS
         ]
         print(f"  {name:34} {statistics.median(values):.3f} s per step; {', '.join(against)}")
 
 
 def report_losses(steps: int, seeds: int) -> None:
-    print(f"validation loss (nats/byte) after {steps} steps of 2 x {PER_RANK} samples, {seeds} seeds")
+    print(f"validation loss (nats/byte), {steps} steps of 2 x {PER_RANK} samples, {seeds} seeds")
     reference: list[float] = []
     for name in [*PEERS, *OWN]:
         values = [
