@@ -4,7 +4,7 @@
     python benchmarks/local_sgd.py loss [steps] [seeds]
 
 `time`: seconds per step of the 10 M parameter language model on two emulated nodes (root), all in
-turn in the same processes, eight steps (a whole period) at a time. `loss`: the validation loss after
+turn in the same processes, a period of eight steps at a time. `loss`: the validation loss after
 equal samples of real text (bytes of Python's standard library), two ranks on the loopback.
 """
 
