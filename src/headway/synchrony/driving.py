@@ -77,6 +77,11 @@ class WorkerSeat:
         assert self.waits is not None
         return self.resume(self._taken(self.waits))
 
+    def awaits(self, effect: Await) -> Address:
+        """The holder of the first answer that is missing."""
+        missing = {ticket for ticket in effect.tickets if ticket not in self._answers}
+        return next(holder for holder, open_ in self._open.items() if missing & set(open_))
+
     def _ticket(self, holder: Address) -> int:
         self._tickets += 1
         self._open[holder].append(self._tickets)

@@ -48,7 +48,7 @@ class _BucketOptimizer:
         for parameter, shadow in zip(bucket.parameters, self.shadows, strict=True):
             members.setdefault(groups[parameter], []).append(shadow)
         self.numbers = list(members)
-        self.optimizer = _empty_copy(original)
+        self.optimizer = empty_copy(original)
         self.optimizer.param_groups = [
             {**_settings(original.param_groups[number]), "params": params}
             for number, params in members.items()
@@ -151,7 +151,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _empty_copy(original: Optimizer) -> Optimizer:
+def empty_copy(original: Optimizer) -> Optimizer:
     """An optimiser of the same class with empty state and no hooks; attributes are shared."""
     # `copy.copy` goes through the optimiser's own __getstate__, which leaves out hooks, and also
     # attributes of subclasses. Of these "step" is a learning-rate scheduler's wrapper.

@@ -14,6 +14,7 @@ PipeDream (Narayanan et al., SOSP 2019), PipeDream-2BW (Narayanan et al., ICML 2
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -57,6 +58,7 @@ from headway.run.strategy.parameters import (
 from headway.run.strategy.split_layers import SplitLayers, infer_plan_split
 from headway.run.strategy.step_context import StepContext, StepReduction, TrainingSetup
 from headway.run.strategy.training_state import TrainingState
+from headway.run.synchrony.free_run import FreeRun
 from headway.run.synchrony.replica import ModelReplica
 from headway.run.synchrony.rounds import RoundsRun, WorkerPlace
 
@@ -320,7 +322,7 @@ class Strategy:
         reducer: Reducer,
         pipeline: PipelineRunner | None = None,
         divide: Callable[[RankBatch | None], RandomDraws | None] | None = None,
-        rounds: RoundsRun | None = None,
+        rounds: RoundsRun | FreeRun | None = None,
     ) -> None:
         self.rounds = rounds
         self.parameters = parameters
@@ -566,7 +568,13 @@ class Strategy:
         return None if self.exchange is None else self.exchange.now
 
     def _schedule(self) -> None:
-        if self._setup.scheduler is not None:
+        if self._setup.scheduler is None:
+            return
+        with warnings.catch_warnings():
+            if isinstance(self.rounds, FreeRun):
+                # It is: where the parameters are held, and with the rates that this one sets.
+                text = "Detected call of `lr_scheduler.step.*` before `optimizer.step"
+                warnings.filterwarnings("ignore", text)
             self._setup.scheduler.step()
 
     def _factor(self) -> float:
@@ -650,17 +658,21 @@ def data_parallel_strategy(setup: TrainingSetup) -> Strategy:
 
 
 def _workers(setup: TrainingSetup) -> Strategy:
-    """The strategy of workers, whole models or copies of one, that meet in rounds."""
+    """The strategy of workers, whole models or copies of one, that do not agree at every step."""
     context, world = StepContext(setup.world), setup.world
     parameters = WholeParameters(setup.model, context)
     place = WorkerPlace.of(setup.plan, world)
-    replica = ModelReplica(parameters.named, setup.optimizer)
+    run: RoundsRun | FreeRun
+    if setup.plan.synchrony.in_rounds:
+        run = RoundsRun(setup.plan, place, ModelReplica(parameters.named, setup.optimizer))
+    else:
+        run = FreeRun(setup.plan, place, world, parameters.named, setup.optimizer)
     return Strategy(
         setup,
         context,
         parameters=parameters,
         reducer=_bucket_reducer(setup, context),
-        rounds=RoundsRun(setup.plan, place, replica),
+        rounds=run,
     )
 
 

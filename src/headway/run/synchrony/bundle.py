@@ -7,7 +7,7 @@ type of the parameters, so that a rule is one operation of torch, and a message 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,9 +15,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Flat tensors, one for each type, in the order in which the types first occur."""
+    """Flat tensors, one for each type, in the order in which the types first occur.
+
+    Attributes:
+        used: Of a gradient: which parameters have one; None: all have.
+        rates: Of a gradient: the learning rates of the optimiser's groups with which it is to be
+            applied, where another process applies it.
+    """
 
     flat: tuple[Tensor, ...]
+    used: tuple[bool, ...] | None = None
+    rates: tuple[float, ...] | None = None
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Bundle:
@@ -48,7 +56,11 @@ class Bundle:
         return sum(tensor.nbytes for tensor in self.flat)
 
     def _each(self, other: Bundle, combine: Callable[[Tensor, Tensor], Tensor]) -> Bundle:
-        return Bundle(tuple(map(combine, self.flat, other.flat)))
+        used = self.used
+        if used is not None and other.used is not None:
+            used = tuple(map(bool.__or__, used, other.used))
+        flat = tuple(map(combine, self.flat, other.flat))
+        return Bundle(flat, used or other.used, self.rates or other.rates)
 
     def __add__(self, other: Bundle) -> Bundle:
         return self._each(other, torch.add)
@@ -59,12 +71,12 @@ class Bundle:
     def __mul__(self, other: Bundle | float) -> Bundle:
         if isinstance(other, Bundle):
             return self._each(other, torch.mul)
-        return Bundle(tuple(tensor * other for tensor in self.flat))
+        return replace(self, flat=tuple(tensor * other for tensor in self.flat))
 
     __rmul__ = __mul__
 
     def __abs__(self) -> Bundle:
-        return Bundle(tuple(tensor.abs() for tensor in self.flat))
+        return replace(self, flat=tuple(tensor.abs() for tensor in self.flat))
 
     def max(self) -> float:
         """The largest element."""
