@@ -13,12 +13,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import headway
+from headway.errors import UsageError
 from headway.plans import Synchrony, data_parallel
 from headway.run.distributed.world import World
 from headway.run.synchrony.free_run import FreeRun
 from headway.synchrony.actors import Address
 from headway.synchrony.history import History, merged
 from support.ranks import run_ranks
+from support.sampling import sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* processes share .* CPU cores")
 
@@ -108,7 +110,7 @@ def repeated(world: Any, words: dict[str, Any], folder: Path) -> list[Any]:
     return trained(executor(World.adopt(), **words), history, seed=2)[0]
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", sampled(list(WAYS), 5))
 def test_a_live_run_is_repeated_bit_by_bit(name: str, tmp_path: Path) -> None:
     """Under other delays: every worker's parameters before every step."""
     first = run_ranks(3, live, WAYS[name], tmp_path)
@@ -179,3 +181,40 @@ def test_a_bound_holds_with_a_slow_worker() -> None:
     gaps = run_ranks(3, keeps_up, 2)[0]
     assert len(gaps) == 3 * STEPS
     assert max(gaps) == 3  # the fast ones wait at the bound: never more than bound + 1 apart
+
+
+def recipe() -> headway.Recipe:
+    return headway.Recipe(
+        name="free",
+        model=lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)),
+        data=data,
+        loss=nn.MSELoss(),
+        optimizer=lambda m: torch.optim.Adam(m.parameters(), lr=0.01),
+        batch=10,
+        stop="12 steps",
+        synchrony=Synchrony(kind="asynchronous"),
+    )
+
+
+def test_a_training_run_is_replayed(tmp_path: Path) -> None:
+    first = headway.train(recipe(), processes=3, directory=tmp_path / "first")
+    again = headway.train(
+        recipe(), processes=3, directory=tmp_path / "again", replay=tmp_path / "first"
+    )
+    assert again.loss == first.loss
+    assert len(list((tmp_path / "first" / "history").iterdir())) == 3
+    files = sorted((tmp_path / "first" / "checkpoints").rglob("*.safetensors"))
+    assert files
+    for file in files:
+        other = tmp_path / "again" / file.relative_to(tmp_path / "first")
+        assert other.read_bytes() == file.read_bytes()
+
+
+def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has no history to replay"):
+        headway.train(recipe(), processes=3, replay=tmp_path)
+
+
+def test_verification_says_that_it_has_no_reference() -> None:
+    with pytest.raises(UsageError, match="no reference for workers"):
+        headway.verify(recipe(), processes=3)

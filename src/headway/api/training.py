@@ -129,6 +129,7 @@ def train(
     patience: str | float = PATIENCE,
     emulate: ClusterInput | None = None,
     faults: Sequence[str] = (),
+    replay: str | Path | None = None,
     trace_steps: int = TRACE_STEPS,
     observer: TrainingObserver | None = None,
 ) -> TrainingResult:
@@ -159,6 +160,8 @@ def train(
             for all of it.
         faults: What breaks, as in "kill rank 3 at step 7", "rank 3 2x slower" or, with `emulate`,
             "link a-b 10x slower from step 20" and "cut link a-b at step 5".
+        replay: A run directory, whose plan and history are repeated: an asynchronous run, bit by
+            bit.
         trace_steps: Steps between detailed timelines; 0: only the first steps.
         observer: Follows the run.
 
@@ -175,6 +178,16 @@ def train(
         Stalled: A wait ran into its time-out.
     """
     overrides = (*overrides, *_schedule_overrides(schedule, plan))
+    recorded = None if replay is None else RunDirectory(Path(replay))
+    if recorded is not None:
+        if not recorded.history.is_dir():
+            raise UsageError(
+                f"{replay} has no history to replay",
+                why="A run has one whose workers push, pull or meet whenever they come to it, and "
+                "that has come to its end; others give the same numbers each time.",
+                fix="Name the directory of a complete asynchronous, bounded or gossip run.",
+            )
+        plan = plan or recorded.plan_file
     reference = sendable_recipe(recipe, overrides)
     # An object has taken them in already.
     overrides = overrides if isinstance(reference, str) else ()
@@ -242,6 +255,7 @@ def train(
             collective=algorithm,
             carrier=carrier,
             resume=resume,
+            replay=None if recorded is None else recorded.history,
             device=scene.device,
             timeout_seconds=seconds,
             patience_seconds=patience_seconds,

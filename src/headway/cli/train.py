@@ -39,6 +39,7 @@ def train(
     patience: str = PATIENCE,
     emulate: Path | None = None,
     faults: Annotated[tuple[str, ...], Parameter(name="--fault", negative="")] = (),
+    replay: Path | None = None,
     trace_steps: int = TRACE_STEPS,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
@@ -65,6 +66,7 @@ def train(
         faults: Faults to inject, as in "kill rank 3 at step 7", "rank 3 2x slower" or, with
             --emulate, "link a-b 10x slower from step 20" and "cut link a-b at step 5"; may be
             repeated.
+        replay: A run directory of an asynchronous run, whose plan and history are repeated.
         trace_steps: Steps between detailed timelines; 0: only the first steps.
         device: Where to compute; auto: on GPUs where there are some.
     """
@@ -86,6 +88,7 @@ def train(
         patience=patience,
         emulate=emulate,
         faults=faults,
+        replay=replay,
         trace_steps=trace_steps,
         observer=_Progress(),
     )

@@ -27,7 +27,7 @@ from headway.channel.facts import gather_facts
 from headway.comm.compress.state import STATE_PREFIX
 from headway.comm.lanes.buckets import Bucket, BucketNames
 from headway.comm.tuning.autotuning import AdaptiveExchange, BucketArrangement
-from headway.errors import Diverged
+from headway.errors import Diverged, UsageError
 from headway.optim import parallel_norms
 from headway.optim.layerwise import Layerwise
 from headway.plans import ExchangePlan, Plan, data_parallel
@@ -71,6 +71,13 @@ def record_in_world(world: World, job: VerifyJob, target: Path) -> None:
     """As `record_split`, in a world that is there already."""
     recipe = job.load()
     plan = recipe_plan(recipe, job.plan, world.ranks)
+    if not plan.synchrony.by_all_reduce and not plan.synchrony.in_rounds:
+        raise UsageError(
+            f"no reference for workers that do not meet in rounds ({plan.synchrony})",
+            where=f"verification of {recipe.name}",
+            why="What they compute depends on who was faster; one process does not repeat it yet.",
+            fix="Train, and repeat the run bit by bit: headway train RECIPE --replay RUN.",
+        )
     if job.plan is None:
         check_plan(recipe, plan)
     world = on_two_nodes(world, plan)

@@ -54,12 +54,14 @@ from headway.run.strategy.checkpoint import (
     restore_checkpoint,
 )
 from headway.run.strategy.training_state import Facts, TrainingState
+from headway.run.synchrony.free_run import FreeRun
 from headway.run.training.callbacks import Callbacks, RunView
 from headway.run.training.job import TrainingOutcome, TrainJob
 from headway.run.training.journal import Journal
 from headway.run.training.loggers import LoggerCallback, check_loggers
 from headway.run.training.monitor import Monitor
 from headway.run.training.run_directory import RunDirectory, describe_environment
+from headway.synchrony.history import History, merged
 
 
 class Training:
@@ -196,6 +198,7 @@ class Training:
             seed=recipe.seed,
             world=self._world,
         )
+        self._repeat_history()
         self._store = CheckpointStore(
             self._directory.checkpoints,
             rank=self._world.rank,
@@ -209,6 +212,28 @@ class Training:
         one_piece = self._plan.batch.norm == "global"
         if not one_piece and (self._plan.ranks > 1 or self._plan.batch.microbatch):
             self._warn_of_batch_norm(model)
+
+    def _repeat_history(self) -> None:
+        """Take up the history of the run that is to be repeated."""
+        if self._job.replay is None:
+            return
+        run = self.executor.strategy.rounds
+        if not isinstance(run, FreeRun):
+            raise UsageError(
+                "this plan has no history to replay",
+                where=str(self._job.replay.parent),
+                why="Its workers meet in rounds: a run gives the same numbers each time.",
+                fix="Leave out --replay.",
+            )
+        files = sorted(self._job.replay.iterdir())
+        run.repeat(merged(dict(enumerate(map(History.load, files)))))
+
+    def _save_history(self) -> None:
+        """What the next run needs to repeat this one; of a whole run only."""
+        run = self.executor.strategy.rounds
+        if isinstance(run, FreeRun):
+            self._directory.history.mkdir(exist_ok=True)
+            run.history.save(self._directory.history / f"worker-{self._world.rank:05d}")
 
     def _cut(self) -> None:
         # Before a checkpoint is read: each rank reads only what it keeps.
@@ -309,6 +334,7 @@ class Training:
             stopping, last = run.record.votes > 0, run.steps_done == total
             if stopping or last:
                 run.finish()
+                self._save_history()
             if stopping or last or saving.now(run.steps_done, met=run.met):
                 self._save()
             if stopping:

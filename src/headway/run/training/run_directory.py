@@ -55,6 +55,11 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    @property
+    def history(self) -> Path:
+        """Of an asynchronous run: in which order each worker's holders have handled messages."""
+        return self.path / "history"
+
     def rank_file(self, rank: int) -> Path:
         return self.path / "ranks" / f"rank-{rank:05d}.jsonl"
 
