@@ -47,13 +47,14 @@ class AgreementRun:
 
 
 def make_run(
-    synchrony: Synchrony, replicas: Sequence[Replica], shares: Sequence[Replica] = (), seed: int = 0
+    synchrony: Synchrony, replicas: Sequence[Replica], shares: Sequence[Any] = (), seed: int = 0
 ) -> AgreementRun:
     """The programs and holders of a run.
 
     Args:
         replicas: Of each worker: its parameters, with its own optimiser where it has one.
-        shares: Of each server, or of the centre: what it holds. With servers a worker's values are
+        shares: Of each server, or of the centre: what it holds, a `Replica`; of one that lives in
+            another process only `read` is used, once. With servers a worker's values are
             tuples, with one entry for each share.
         seed: Of whom gossip is sent to, and when.
     """
@@ -113,7 +114,7 @@ def server_places(synchrony: Synchrony, workers: int) -> tuple[int, ...]:
 
 
 def _with_servers(
-    run: AgreementRun, synchrony: Synchrony, replicas: Sequence[Replica], shares: Sequence[Replica]
+    run: AgreementRun, synchrony: Synchrony, replicas: Sequence[Replica], shares: Sequence[Any]
 ) -> None:
     workers, eager = len(replicas), synchrony.remedy == "eager_push"
     places = server_places(synchrony, workers)

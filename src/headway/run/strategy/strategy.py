@@ -403,6 +403,8 @@ class Strategy:
     def close(self) -> None:
         """Finish the exchange in progress and remove the hooks from the model."""
         self.flush()
+        if isinstance(self.rounds, FreeRun):
+            self.rounds.close()
         self.reducer.close()
         self._trained = {}
         self.parameters.close()

@@ -31,6 +31,7 @@ from headway.plans import Plan
 from headway.run.synchrony.bundle import Bundle
 from headway.run.synchrony.messages import MessageLink, get_message
 from headway.run.synchrony.replica import (
+    InitialShare,
     ModelReplica,
     SharedReplica,
     ShareReplica,
@@ -87,15 +88,19 @@ class _Parts:
         rules = self.rules = plan.synchrony
         self.named, self.optimizer = named, optimizer
         self.by_share: list[list[str]] = []
-        self.shares: list[SharedReplica] = []
+        self.shares: list[SharedReplica | InitialShare] = []
         own: Any = ModelReplica(named, optimizer)
         if rules.central:
             self.by_share = balanced_shares(named, len(server_places(rules, plan.workers)))
             own = ShareReplica(named, optimizer, self.by_share)
             parts = [{name: named[name] for name in names} for names in self.by_share]
-            self.shares = [SharedReplica(part, optimizer) for part in parts]
+            # Of shares that live elsewhere only what they begin with is known, and needed.
+            self.shares = [
+                SharedReplica(part, optimizer) if place == worker else InitialShare(part)
+                for part, place in zip(parts, server_places(rules, plan.workers), strict=True)
+            ]
         elif rules.merge == "elastic" and rules.place == "master":
-            self.shares = [SharedReplica(named, None)]
+            self.shares = [SharedReplica(named, None) if worker == 0 else InitialShare(named)]
         else:
             own = SharedReplica(named, optimizer)
         self.replica = own
@@ -207,6 +212,12 @@ class FreeRun:
         for channel in (*self._asking.values(), *self._asked.values()):
             channel.close()
         self.met = True
+
+    def close(self) -> None:
+        """End without the others, after an error: their channels break, no thread is left."""
+        if self._seat is not None and not self.met:
+            for channel in (*self._asking.values(), *self._asked.values()):
+                channel.close()
 
     def vote(self, wishes: bool) -> int:
         """Nobody waits for the others' wishes: a worker stops by its own."""

@@ -165,6 +165,16 @@ class SharedReplica:
         raise RunError("state of a server's optimiser is not averaged")
 
 
+class InitialShare:
+    """A share of the parameters that another process holds: what it begins with."""
+
+    def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
+        self._named = named
+
+    def read(self) -> Bundle:
+        return Bundle.of([p.data for p in self._named.values()])
+
+
 class ShareReplica:
     """A worker's model with a value for each server's share.
 
