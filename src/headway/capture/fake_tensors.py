@@ -6,8 +6,8 @@ tensors without naming a device fits them, wherever the model is, also on the me
 
 `DataIndependentValues` answers control flow that depends on no data, such as
 `bool((mask == causal).all())` in torch's own Transformer: calls whose tensors were made from sizes
-alone are noted, and run for real once a decision asks for a number. Data, parameters and random
-numbers have no value there.
+alone, or from buffers that it is given, are noted, and run for real once a decision asks for a
+number. Data, parameters and random numbers have no value there.
 """
 
 from __future__ import annotations
@@ -116,6 +116,13 @@ class DataIndependentValues(TorchFunctionMode):
         # Carried out only when a number is asked for: most forwards never ask.
         self._noted: list[tuple[Any, Any, Any, Any]] = []  # calls not executed yet
         self._real: dict[int, Tensor] = {}
+        self._given: dict[int, Tensor] = {}
+
+    def give(self, fake: Tensor, real: Tensor) -> None:
+        """Make known the numbers that a fake tensor has at the beginning; they are not changed."""
+        if not is_fake(real):
+            self._alive[id(fake)] = fake
+            self._given[id(fake)] = real
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -123,7 +130,7 @@ class DataIndependentValues(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        known = all(id(tensor) in self._alive for tensor in tensors)
+        known = all(id(leaf) in self._alive for leaf in tensors) and not _open(args, kwargs)
         if known and tensors and name in _DECISIONS:
             return self._decided(func, args, kwargs)
         result = func(*args, **kwargs)
@@ -151,7 +158,20 @@ class DataIndependentValues(TorchFunctionMode):
             return func(*self._numbers(args), **self._numbers(kwargs))
 
     def _numbers(self, tree: Any) -> Any:
-        return tree_map_only(Tensor, lambda leaf: self._real[id(leaf)], tree)
+        return tree_map_only(Tensor, self._number, tree)
+
+    def _number(self, leaf: Tensor) -> Tensor:
+        if id(leaf) not in self._real:  # a copy: calls that are run again may write into it
+            self._real[id(leaf)] = self._given[id(leaf)].detach().cpu().clone()
+        return self._real[id(leaf)]
+
+
+def _open(args: Any, kwargs: Any) -> bool:
+    """Whether something acts as a tensor without being one: nobody knows its numbers."""
+    return any(
+        hasattr(type(leaf), "__torch_function__") and not isinstance(leaf, Tensor)
+        for leaf in tree_leaves((args, kwargs))
+    )
 
 
 def _changes(name: str, kwargs: dict[str, Any]) -> bool:

@@ -26,9 +26,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from headway.errors import PlanError
-from headway.parallel.stages import ModelStages, Stage
+from headway.parallel.stages import ModelStages, Stage, user_line
 from headway.schedule.pipeline_schedule import ActionKind, PipelineSchedule
 
 MIN_SHARE_OF_MODEL = 0.01
@@ -66,6 +67,7 @@ class ShardedState:
         self.model = model
         self.mesh = mesh
         self.zero = zero
+        check_real_numbers(model)
         # The optimiser's groups and state are keyed by these objects, which `fully_shard` replaces.
         names = {parameter: name for name, parameter in model.named_parameters()}
         # FSDP2 splits along dimension 0 and refuses a parameter that has none.
@@ -84,10 +86,13 @@ class ShardedState:
                 fix="Leave memory.zero (the recipe's zero) at 0.",
             ) from error
         self._parts = [cast(FSDPModule, m) for m in model.modules() if isinstance(m, FSDPModule)]
+        self._calling = False
         for part in self._parts:
             # Gradients are of shares of the global mean: they are summed, not averaged.
             part.set_gradient_divide_factor(float(counted))
             part.set_force_sum_reduction_for_comms(True)
+            if zero == 3:
+                cast(nn.Module, part).register_forward_hook(self._watch_output)
         if optimizer is not None:
             rebind_optimizer_parameters(optimizer, names, dict(model.named_parameters()))
 
@@ -127,7 +132,13 @@ class ShardedState:
 
     @contextmanager
     def called(self) -> Iterator[None]:
-        """Explains what torch says of a module that is used otherwise than by calling it."""
+        """Around what calls the model: explains what torch says of modules that are used otherwise.
+
+        Raises:
+            PlanError: A parameter is used where it is not gathered, or the graph of a gradient is
+                wanted whose parameters are not kept (ZeRO 3).
+        """
+        self._calling = True
         try:
             yield
         except RuntimeError as error:
@@ -140,6 +151,48 @@ class ShardedState:
                 fix="Let the loss call model(...) itself, and modules their children as modules; "
                 "or leave memory.zero (the recipe's zero) at 0.",
             ) from error
+        finally:
+            self._calling = False
+
+    def _watch_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self._calling:
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(self._refuse_graph_of_gradient)
+
+    def _refuse_graph_of_gradient(self, gradient: Tensor) -> None:
+        # In a backward pass gradients are enabled where it makes a graph (create_graph).
+        if self._calling and torch.is_grad_enabled():
+            raise PlanError(
+                "a gradient that shall be differentiated again needs parameters that are not kept",
+                where=user_line(),
+                problems=[
+                    "with memory.zero 3 parameters are freed behind each backward pass, also "
+                    "behind torch.autograd.grad(..., create_graph=True), whose graph needs them"
+                ],
+                fix="Set memory.zero (the recipe's zero) to 2: parameters stay gathered for the "
+                "step.",
+            )
+
+
+def check_real_numbers(model: nn.Module) -> None:
+    """Refuse complex parameters.
+
+    Raises:
+        PlanError: The model has some.
+    """
+    problems = [
+        f"{name} is of {parameter.dtype}, and FSDP2 keeps parts of real numbers only"
+        for name, parameter in model.named_parameters()
+        if parameter.is_complex()
+    ]
+    if problems:
+        raise PlanError(
+            f"the state of {type(model).__name__} cannot be kept in parts",
+            problems=problems,
+            fix="Leave memory.zero (the recipe's zero) at 0; or hold the parameters as real ones "
+            "with a last dimension of 2, and use torch.view_as_complex.",
+        )
 
 
 def fsdp_units(model: nn.Module) -> list[nn.Module]:

@@ -193,11 +193,12 @@ def _error(a: Tensor, b: Tensor, least: float, slack: Tensor | None, bound: Tens
     if not a.numel():
         return 0.0
     a, b = a.double(), b.double()
-    apart = (a - b).abs()
+    # Infinities, of a mask say, are equal, although their difference is no number.
+    apart = (a - b).abs().masked_fill(a == b, 0.0)
     if bound is not None:
         # NaN stays NaN, and so wrong.
         apart = (apart - bound).clamp(min=0.0)
-    scale = max(float(a.abs().max()), least)
+    scale = max(_magnitude(a), least)
     if slack is not None:
         excused = (apart > TOLERANCE * scale) & (apart <= slack.clamp(max=LOOSE * scale))
         apart = apart.masked_fill(excused, 0.0)
@@ -210,9 +211,14 @@ def _scales(recording: Recording) -> dict[tuple[str, str], float]:
     found: dict[tuple[str, str], float] = {}
     for key, tensor in recording.tensors.items():
         step, kind, _ = key.split("/", 2)
-        size = float(tensor.double().abs().max()) if tensor.numel() else 0.0
-        found[step, kind] = max(found.get((step, kind), 0.0), size)
+        found[step, kind] = max(found.get((step, kind), 0.0), _magnitude(tensor.double()))
     return found
+
+
+def _magnitude(tensor: Tensor) -> float:
+    """Of the largest finite element; 0 where there is none."""
+    finite = tensor[tensor.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def _slack(

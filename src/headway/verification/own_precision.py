@@ -77,8 +77,10 @@ def _error(a: Tensor, b: Tensor | None) -> float:
     if not a.numel():
         return 0.0
     one, other = (_widened(t.to_dense()) for t in (a, b))
-    scale = float(one.abs().max())
-    apart = float((one - other).abs().max())
+    # Infinities of a mask are equal, although their difference is no number.
+    finite = one.isfinite()
+    scale = float(one[finite].abs().max()) if finite.any() else 0.0
+    apart = float((one - other).abs()[one != other].max()) if (one != other).any() else 0.0
     return apart / scale if scale else apart
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headway.capture.fake_tensors import FakeContext
+from headway.capture.fake_tensors import DataIndependentValues, FakeContext
 from headway.documents import nearest
 from headway.errors import HeadwayError, PlanError
 from headway.parallel.operator_rules import RULES
@@ -523,9 +523,13 @@ def _run(
         install_parameter_access(
             part, runs[-1], root=SubmoduleOnOwnGrid if name else SplitInputModule
         )
+    # torch's own Transformer asks whether a mask is causal; the numbers of masks are known.
+    known = DataIndependentValues()
+    for own_buffer, fake_buffer in zip(model.buffers(), copy.buffers(), strict=True):
+        known.give(fake_buffer, own_buffer)
     # Rules ask `requires_grad` to tell activations from masks.
     try:
-        with pretence.mode, torch.enable_grad():
+        with pretence.mode, known, torch.enable_grad():
             loss(copy, pretence.tree(batch))
     except HeadwayError:
         raise

@@ -373,13 +373,22 @@ def count_draws_before(
 
 @contextmanager
 def state_restored(model: nn.Module) -> Iterator[None]:
-    """Leave a model's buffers as they were, and parameters that its forward pass changes."""
+    """Leave a model's buffers and attributes as they were, and parameters that its forward changes.
+
+    A tensor that a module keeps as an attribute (the state of a recurrence) would keep the graph
+    of the pass as well, and in it the shapes that parameters had before they were split.
+    """
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
     parameters = _ChangedParameters(model)
     try:
         with parameters:
             yield
     finally:
+        for now, before in attributes:
+            for key in now.keys() - before.keys():
+                del now[key]
+            now.update(before)
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 buffer.copy_(buffers[name])

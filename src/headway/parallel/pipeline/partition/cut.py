@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from headway.capture.fake_tensors import is_fake
-from headway.errors import HeadwayError, PlanError
+from headway.errors import HeadwayError, PlanError, RecipeError
 from headway.parallel.fsdp import check_root_not_wrapped, reshard_stages
 from headway.parallel.pipeline.partition.stage_modules import (
     ModelUnit,
@@ -56,6 +56,7 @@ from headway.parallel.stages import (
     flatten,
     is_payload,
     training_mode,
+    user_line,
 )
 
 AGREEMENT_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -318,13 +319,28 @@ def check_loss(
     """The stages, after a loss has been computed with them: every rank sees what one would.
 
     Raises:
-        RecipeError: The loss uses the model otherwise than by one call.
+        RecipeError: The loss uses the model otherwise than by one call, or differentiates by its
+            inputs.
         RunError: It calls the model in another way than the stages are for.
     """
 
+    def refuse(_: Tensor) -> None:
+        raise RecipeError(
+            f"{caller} asks for the gradient of the model's inputs",
+            where=user_line(),
+            why="In a pipeline the inputs are in the first stage and the loss behind the last one: "
+            "no rank has the graph between them.",
+            fix="Compute such derivatives without a pipeline (stages = 1), or in the model's own "
+            "forward, inside of one module.",
+        )
+
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        stages.leaves_of(args, kwargs, caller)
-        return run_stages(stages, ModelCall.of(args, kwargs))
+        leaves = stages.leaves_of(args, kwargs, caller)
+        output = run_stages(stages, ModelCall.of(args, kwargs))
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(refuse)
+        return output
 
     with preserve_model_state(stages.model):
         ModelProxy(stages.model, run, stages.foreign, caller=caller).compute(loss, data)
