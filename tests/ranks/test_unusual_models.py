@@ -59,10 +59,10 @@ class Remembering(nn.Module):
         self.state: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        self.state = x
         for _ in range(3):
-            self.state = self.state + self.outer(torch.relu(self.inner(self.state)))
-        return self.head(self.state).sum(1, keepdim=True)
+            x = x + self.outer(torch.relu(self.inner(x)))
+        self.state = x  # and the graph behind it, until the next pass is over
+        return self.head(x).sum(1, keepdim=True)
 
 
 class Masked(nn.Module):
