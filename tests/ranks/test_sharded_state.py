@@ -23,6 +23,7 @@ from support.ranks import run_ranks
 from support.sampling import sampled
 from support.serial import flat, largest_error, train_serially
 from support.tiny_models import (
+    ComplexValued,
     Mlp,
     Points,
     Sentences,
@@ -105,6 +106,33 @@ class Repeated(nn.Module):
 CASES["dropout, computed again"] = (Repeated, Points, cross_entropy)
 
 
+class Field(nn.Module):
+    """A function of space in blocks that are gathered by themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        x = torch.tanh(self.enter(x))
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.leave(x)
+
+
+def residual(model, batch):
+    """Of a differential equation: what a derivative by the inputs is by the weights."""
+    x = batch[0].clone().requires_grad_()
+    value = model(x)
+    (slope,) = torch.autograd.grad(value.square().sum(), x, create_graph=True)
+    return (slope.square().sum(1) * (1 + value[:, 0])).mean()
+
+
+EVERYWHERE = tuple(CASES)
+CASES["residual"] = (Field, Points, residual)
+
+
 def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
 
@@ -145,10 +173,15 @@ def compare(case, ranks, *, batch=12, microbatch=None, length=40, zero=3, shards
         assert torch.equal(tensor, found[0][0][-1][name]), name
 
 
-@pytest.mark.parametrize(("case", "zero"), sampled([*product(CASES, [1, 2, 3])], 2))
+@pytest.mark.parametrize(("case", "zero"), sampled([*product(EVERYWHERE, [1, 2, 3])], 2))
 def test_it_is_the_serial_run(case, zero):
     """40 samples: the fourth batch has 4, so that with micro-batches of 2 some ranks idle."""
     compare(case, 3, zero=zero, microbatch=2, clip=0.5 if case == "mean" else None)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_a_gradient_that_is_differentiated_again(zero):
+    compare("residual", 2, zero=zero, microbatch=2)
 
 
 def test_a_parameter_of_no_dimension_that_some_ranks_do_not_use():
@@ -218,6 +251,30 @@ def outside(world):
 
 def test_a_parameter_that_nobody_gathers_is_named():
     run_ranks(2, outside)
+
+
+def refused(world, build, loss, zero):
+    model = build()
+    plan = data_parallel(4, processes=world.size, zero=zero)
+    try:
+        run = Executor(model, adamw(model), loss=loss, world=World.adopt(), plan=plan)
+        run.step(next(iter(run.batches(Points(8)))))
+    except PlanError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_gradient_whose_parameters_are_freed_behind_it_is_refused():
+    for said in run_ranks(2, refused, Field, residual, 3):
+        assert "differentiated again" in said
+        assert "test_sharded_state.py" in said
+        assert "zero) to 2" in said
+
+
+@pytest.mark.parametrize("zero", sampled([1, 3], 1))
+def test_complex_parameters_are_refused_by_name(zero):
+    for said in run_ranks(2, refused, ComplexValued, cross_entropy, zero):
+        assert "wave is of torch.complex64" in said
 
 
 def groups_of_state(world):

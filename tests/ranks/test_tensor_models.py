@@ -28,6 +28,7 @@ CASES = {
     "fused": (lambda: models.Gpt("fused", drop=0.2), models.language_loss, models.words),
     "grouped": (lambda: models.Gpt("grouped", tied=False), models.language_loss, models.words),
     "encoder": (models.Encoder, models.language_loss, models.words),
+    "translator": (models.Translator, models.language_loss, models.words),
     "tower": (models.Tower, models.square_loss, models.vectors),
     "bundled": (
         lambda: TransformerLM(
@@ -51,9 +52,13 @@ EIGHT = {
     "(4, 1, 2)": TensorGrid.cuboid(4, 1, 2),
 }
 FEWER = {
+    "(2, 1, 1)": tuple(name for name in CASES if name != "translator"),
     "(4, 1, 1)": ("fused", "bundled"),
     "(1, 4, 1)": ("fused", "bundled", "encoder"),
     "2.5-D": ("fused", "bundled", "grouped"),
+    "2-D": tuple(name for name in CASES if name != "translator"),
+    "(1, 2, 2)": tuple(name for name in CASES if name != "translator"),
+    "(2, 2, 2)": tuple(name for name in CASES if name != "translator"),
     "(1, 2, 4)": ("fused", "bundled"),
     "(4, 1, 2)": ("fused", "bundled", "encoder"),
 }

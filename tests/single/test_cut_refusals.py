@@ -227,6 +227,27 @@ def test_losses_that_use_the_model_otherwise(function, message):
     assert function is not_at_all or error.value.where.startswith(__file__)
 
 
+def test_a_derivative_by_the_inputs():
+    """As in the loss of a differential equation; that by the output is within the last stage."""
+
+    def residual(model, batch):
+        x = batch[0].clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)  # here
+        return slope.square().mean()
+
+    def by_output(model, batch):
+        output = model(batch[0].clone().requires_grad_())
+        value = F.cross_entropy(output, batch[1])
+        return value + torch.autograd.grad(value, output, create_graph=True)[0].square().mean()
+
+    with pytest.raises(RecipeError, match="asks for the gradient of the model's inputs") as error:
+        cut(Three(), residual, DATA, stages=2)
+    file, _, line = error.value.where.rpartition(":")
+    with open(file) as source:
+        assert "# here" in source.readlines()[int(line) - 1]
+    cut(Three(), by_output, DATA, stages=2).check()
+
+
 def test_what_a_loss_may_read_of_the_model():
     class WithCriterion(Three):
         def __init__(self):

@@ -135,6 +135,24 @@ def test_the_probe_puts_back_parameters_that_the_forward_pass_changes():
         assert torch.equal(tensor, before[name]), name
 
 
+def test_the_probe_leaves_no_attributes_behind():
+    """A state that the forward pass keeps would keep the graph of the probe's pass."""
+
+    class Recurrent(nn.Linear):
+        state, calls = None, 0
+
+        def forward(self, x):
+            self.calls += 1
+            self.before, self.state = self.state, torch.tanh(F.dropout(super().forward(x)))
+            return self.state
+
+    model = Recurrent(8, 8)
+    before = set(vars(model))
+    probe_random_draws(model, loss, torch.randn(4, 8), resize_batch)
+    assert set(vars(model)) == before
+    assert (model.state, model.calls) == (None, 0)
+
+
 def test_the_probe_leaves_everything_as_it_was():
     model = nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5)).train()
     before = {k: v.clone() for k, v in model.state_dict().items()}

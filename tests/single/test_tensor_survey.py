@@ -254,6 +254,28 @@ def test_a_layer_before_an_autograd_function_stays_whole():
     assert found.cuts["third.weight"] == IN
 
 
+@pytest.mark.parametrize("buffered", [False, True])
+def test_a_mask_that_torch_compares_with_a_causal_one(buffered):
+    found = of(models.Translator(buffered=buffered))
+    for attention in ("self_attn", "multihead_attn"):
+        name = f"layers.decoder.layers.0.{attention}"
+        assert found.cuts[f"{name}.in_proj_weight"] == (DimensionCut("j", 3), WHOLE_DIMENSION)
+        assert found.cuts[f"{name}.out_proj.weight"] == IN
+    assert not found.left
+
+
+def test_a_decision_by_numbers_of_weights_is_none_by_known_numbers():
+    """The position is known, and not what the table has there."""
+
+    class ByTable(models.Translator):
+        def forward(self, words):
+            here = self.words(torch.arange(4))
+            return super().forward(words) if here.sum() > 0 else here
+
+    with pytest.raises(PlanError, match="does not run without numbers"):
+        of(ByTable())
+
+
 class Routed(nn.Module):
     def __init__(self):
         super().__init__()

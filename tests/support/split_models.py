@@ -182,6 +182,35 @@ class Encoder(nn.Module):
         return self.head(self.layers(self.words(words), src_key_padding_mask=words == 3))
 
 
+class Translator(nn.Module):
+    """torch's own Transformer, which asks whether masks are causal: words_BT -> logits_BTV.
+
+    Args:
+        buffered: The mask is a buffer; else it is made from the sizes in each call.
+    """
+
+    def __init__(self, *, buffered: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.Transformer(WIDTH, HEADS, 1, 1, 4 * WIDTH, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(WIDTH, WORDS)
+        mask = nn.Transformer.generate_square_subsequent_mask(32)
+        self.register_buffer("mask", mask if buffered else None)
+
+    def forward(self, words: Tensor) -> Tensor:
+        long, mask = words.shape[1], self.mask
+        if mask is None:
+            mask = nn.Transformer.generate_square_subsequent_mask(long)
+        x = self.words(words)
+        mask = mask[:long, :long].to(x.dtype)
+        padding = words == 3
+        return self.head(
+            self.layers(
+                x, x, tgt_mask=mask, src_key_padding_mask=padding, memory_key_padding_mask=padding
+            )
+        )
+
+
 class Tower(nn.Module):
     """An MLP with a part that no pair of layers makes: x_BD -> y_BD."""
 
