@@ -19,6 +19,7 @@ from headway.run.distributed.world import World
 from headway.run.synchrony.free_run import FreeRun
 from headway.synchrony.actors import Address
 from headway.synchrony.history import History, merged
+from headway.verification.recording import FREE_STEPS
 from support.ranks import run_ranks
 from support.sampling import sampled
 
@@ -215,6 +216,27 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
         headway.train(recipe(), processes=3, replay=tmp_path)
 
 
-def test_verification_says_that_it_has_no_reference() -> None:
-    with pytest.raises(UsageError, match="no reference for workers"):
-        headway.verify(recipe(), processes=3)
+def clipped(name: str) -> headway.Recipe:
+    """With everything that a worker does to its gradient: dropout, a clipped norm, a schedule."""
+    return headway.Recipe(
+        name=f"free {name}",
+        model=lambda: nn.Sequential(
+            nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.2), nn.BatchNorm1d(6), nn.Linear(6, 1)
+        ),
+        data=data,
+        loss=nn.MSELoss(),
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9),
+        scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 3, 0.5),
+        clip=0.3,
+        batch=12,
+        stop="12 steps",
+        synchrony=Synchrony(**WAYS[name]),
+    )
+
+
+@pytest.mark.parametrize("name", sampled(list(WAYS), 5))
+def test_a_run_is_verified_by_its_history(name: str) -> None:
+    found = headway.verify(clipped(name), processes=3)
+    assert found.holds
+    assert max(one.step for one in found.runs[0].comparison.differences) == FREE_STEPS + 1
+    assert "one process that makes the steps of each" in repr(found)

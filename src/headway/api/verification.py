@@ -269,7 +269,8 @@ def _verify_split_runs(
             # The serial run is the same for all counts, unless it follows their micro-batches.
             if pieces or workers or not number:
                 alone = count if pieces else None
-                reference = _SerialRun(job, Path(folder), alone, count if workers else 0)
+                of = (count, target) if workers else None
+                reference = _SerialRun(job, Path(folder), alone, of)
             if delayed:
                 comparison = compare(_delayed_reference(job, target, count), given)
             else:
@@ -304,11 +305,17 @@ class _SerialRun:
 
     Args:
         ranks: As for `record_serial`.
-        workers: In its place: of so many ranks, whose workers do not agree at every step; 0: it is
-            the serial run.
+        workers: In its place: of so many ranks, whose workers do not agree at every step, with
+            their recording; None: it is the serial run.
     """
 
-    def __init__(self, job: VerifyJob, folder: Path, ranks: int | None, workers: int = 0) -> None:
+    def __init__(
+        self,
+        job: VerifyJob,
+        folder: Path,
+        ranks: int | None,
+        workers: tuple[int, Path] | None = None,
+    ) -> None:
         self._job, self._folder, self._ranks, self._workers = job, folder, ranks, workers
         self.recording = self._recorded(job, "serial.safetensors")
         self._perturbed_runs: dict[int, Recording] = {}
@@ -338,14 +345,18 @@ class _SerialRun:
         return self._perturbed_runs[number]
 
     def _recorded(self, job: VerifyJob, name: str) -> Recording:
+        from headway.verification.history_run import history_file, record_history
         from headway.verification.recording import Recording
         from headway.verification.serial_run import record_serial
         from headway.verification.worker_run import record_workers
 
         target = self._folder / name
         entry = partial(record_serial, ranks=self._ranks)
-        if self._workers:
-            entry = partial(record_workers, ranks=self._workers)
+        if self._workers is not None:
+            ranks, split = self._workers
+            entry = partial(record_workers, ranks=ranks)
+            if history_file(split, 0).exists():
+                entry = partial(record_history, ranks=ranks, split=split)
         _start(entry, job, target, 1)
         return Recording.load(target)
 

@@ -27,7 +27,7 @@ from headway.channel.facts import gather_facts
 from headway.comm.compress.state import STATE_PREFIX
 from headway.comm.lanes.buckets import Bucket, BucketNames
 from headway.comm.tuning.autotuning import AdaptiveExchange, BucketArrangement
-from headway.errors import Diverged, UsageError
+from headway.errors import Diverged
 from headway.optim import parallel_norms
 from headway.optim.layerwise import Layerwise
 from headway.plans import ExchangePlan, Plan, data_parallel
@@ -43,7 +43,9 @@ from headway.run.step.forward_pass import to_float64
 from headway.run.step.randomness import build_model
 from headway.run.step.setup import recipe_plan, stepped_each_step
 from headway.run.strategy.training_state import TrainingState
+from headway.run.synchrony.free_run import FreeRun
 from headway.verification.exchange_recording import ExchangeRecorder, exchange_file
+from headway.verification.history_run import history_file
 from headway.verification.recording import (
     Recorder,
     VerifyJob,
@@ -54,6 +56,8 @@ from headway.verification.reference.epochs import reference_epochs
 from headway.verification.reference.recipes import check_plan
 from headway.verification.serial_run import save_cut
 from headway.verification.worker_run import by_worker, workers_file
+
+TensorsByKind = dict[str, dict[str, Tensor]]
 
 PATIENCE = 5.0
 """Seconds that a rank which has failed waits for the recording of rank 0."""
@@ -71,13 +75,6 @@ def record_in_world(world: World, job: VerifyJob, target: Path) -> None:
     """As `record_split`, in a world that is there already."""
     recipe = job.load()
     plan = recipe_plan(recipe, job.plan, world.ranks)
-    if not plan.synchrony.by_all_reduce and not plan.synchrony.in_rounds:
-        raise UsageError(
-            f"no reference for workers that do not meet in rounds ({plan.synchrony})",
-            where=f"verification of {recipe.name}",
-            why="What they compute depends on who was faster; one process does not repeat it yet.",
-            fix="Train, and repeat the run bit by bit: headway train RECIPE --replay RUN.",
-        )
     if job.plan is None:
         check_plan(recipe, plan)
     world = on_two_nodes(world, plan)
@@ -252,6 +249,19 @@ class _CrossingSteps:
         kinds["parameter"] |= {name: p.detach().clone() for name, p in frozen.items()}
 
 
+def nap(worker: int, step: int) -> float:
+    """Seconds that a worker which meets nobody waits before a step, so that all are ahead of all
+    others, and behind them, within a few steps."""
+    return 0.03 * (hash((worker, step)) % 3 == 0) + 0.02 * (step // 3 % 3 == worker % 3)
+
+
+def _copied(numbers: Mapping[str, Mapping[str, Tensor]]) -> TensorsByKind:
+    return {
+        kind: {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        for kind, tensors in numbers.items()
+    }
+
+
 def _await_file(path: Path) -> None:
     """Wait for what rank 0 writes, but not for ever: it may be stuck."""
     until = monotonic() + PATIENCE
@@ -276,6 +286,10 @@ class RecordedRun:
         self._losses: dict[int, float] = {}
         self._recorder = Recorder(trained)
         self._apart: dict[str, str] = {}
+        # Of workers that do not meet, each rank's own: loss, count and tensors of every step.
+        self._free: list[tuple[float, float, TensorsByKind]] | None = None
+        if isinstance(executor.strategy.rounds, FreeRun):
+            self._free = []
         self._crossing: _CrossingSteps | None = None
         if plan.exchange.priority and recipe.clip is None and world.ranks > 1:
             self._crossing = _CrossingSteps(trained)
@@ -310,6 +324,7 @@ class RecordedRun:
         ended = True
         try:
             self._make_steps()
+            self._save_history(target)
             self._run.flush()
             self._take_crossing()
             self._checkpoint_exchange()
@@ -317,10 +332,18 @@ class RecordedRun:
             self._run.strategy.close()
             ended = bool(self._apart)
         finally:
-            self.write(target, ended=ended)
-            if ended:
+            # Of workers that do not meet nothing is gathered before the end.
+            gathered = self._free is None or not ended
+            if gathered:
+                self.write(target, ended=ended)
+            if ended and gathered:
                 # The first rank that leaves ends the others.
                 _await_file(target)
+
+    def _save_history(self, target: Path) -> None:
+        rounds = self._run.strategy.rounds
+        if isinstance(rounds, FreeRun):
+            rounds.history.save(history_file(target, self._world.rank))
 
     def _checkpoint_exchange(self) -> None:
         """Save what compressors keep back, as a checkpoint does, and take it up; collective."""
@@ -360,6 +383,8 @@ class RecordedRun:
             for step, batch in zip(range(1, job.count(recipe) + 1), loader, strict=False):
                 run.cut(batch)  # split layers have no exchange before
                 self.watch(step)
+                if self._free is not None:
+                    sleep(nap(self._world.rank, step))
                 try:
                     loss = run.step(batch)
                 except Diverged:
@@ -376,15 +401,19 @@ class RecordedRun:
             self._crossing.note_rest(step)
             return True
         numbers = self._run.strategy.tensors_by_kind()
+        if self._free is not None:
+            # Gathered at the end: nobody waits for all here.
+            self._free.append((loss, self._run.strategy.count, _copied(numbers)))
+            return True
         if not self._plan.synchrony.by_all_reduce:
-            self._take_workers(step, loss, numbers)
+            self._take_workers(step, loss, self._run.strategy.count, numbers)
             return True
         self._recorder.take(step, loss, numbers, self._run.record.norm)
         held = self._run.strategy.parameters
         return self._same_everywhere(step, held.named, held.away)
 
     def _take_workers(
-        self, step: int, loss: float, numbers: Mapping[str, Mapping[str, Tensor]]
+        self, step: int, loss: float, count: float, numbers: Mapping[str, Mapping[str, Tensor]]
     ) -> None:
         """Record the tensors of all workers, and the loss over all samples; collective."""
         world, inner = self._world, self._plan.ranks // self._plan.workers
@@ -395,7 +424,7 @@ class RecordedRun:
             for kind, tensors in by_worker({worker: own}).items()
             for name, value in tensors.items()
         }
-        told = gather_facts((loss, self._run.strategy.count))
+        told = gather_facts((loss, count))
         found: dict[str, dict[str, Tensor]] = {}
         for key, value in gather_to_rank0(flat, world).items():
             kind, _, name = key.partition("/")
@@ -409,8 +438,13 @@ class RecordedRun:
         if self._plan.synchrony.by_all_reduce:
             return
         self._run.finish()
-        parameters = self._run.strategy.tensors_by_kind()["parameter"]
-        self._take_workers(step + 1, 0.0, {"parameter": parameters})
+        for made, (loss, count, numbers) in enumerate(self._free or (), 1):
+            self._take_workers(made, loss, count, numbers)
+        ends = self._run.strategy.tensors_by_kind()
+        kinds = ["parameter"]
+        if self._plan.synchrony.central:
+            kinds.append("optimizer")  # of the servers
+        self._take_workers(step + 1, 0.0, 1.0, {kind: ends[kind] for kind in kinds})
 
     def _take_crossing(self) -> None:
         """With priority: all steps of which all updates have been made."""

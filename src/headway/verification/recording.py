@@ -91,14 +91,20 @@ class VerifyJob:
 
     def count(self, recipe: Recipe) -> int:
         """How many steps are made: with priority enough that some are not measured by the exchange,
-        which lets all updates land first."""
+        which lets all updates land first; of workers that do not meet enough that some are ahead.
+        """
         if self.whole:
             return 2 * self.steps
         if self.narrow:
             return NARROW_STEPS
         plan = Plan.load(self.plan) if isinstance(self.plan, Path) else self.plan
-        exchange = plan.exchange if plan is not None else recipe.exchange
-        return max(self.steps, CROSSING_STEPS) if exchange and exchange.priority else self.steps
+        given = recipe if plan is None else plan
+        if given.exchange and given.exchange.priority:
+            return max(self.steps, CROSSING_STEPS)
+        rules = given.synchrony
+        if rules is None or rules.by_all_reduce or rules.in_rounds:
+            return self.steps
+        return max(self.steps, FREE_STEPS)
 
     def load(self) -> Recipe:
         """The recipe in float64, in which equality can be told from rounding."""
@@ -184,6 +190,8 @@ NARROW_STEPS = 2
 """So that what a compressor keeps back is used once."""
 CROSSING_STEPS = PROFILED_STEPS[-1] + 5
 """Least number of steps of a plan with priority."""
+FREE_STEPS = 12
+"""Least number of steps of workers that do not meet in rounds."""
 
 
 def recipe_and_plan(job: VerifyJob, ranks: int) -> tuple[Recipe, Plan]:

@@ -9,7 +9,7 @@ equations 2.3 and 2.4), D-PSGD (Lian et al. 2017, algorithm 1). A run must equal
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from math import isfinite, isqrt
@@ -69,24 +69,9 @@ def workers_file(target: Path) -> Path:
 def record_workers(_: LaunchEnv, job: VerifyJob, target: Path, *, ranks: int) -> None:
     """Make the steps of all workers of a plan in float64; save the recording."""
     recipe, plan = recipe_and_plan(job, ranks)
-    model = to_float64(initial_model(recipe))
-    if job.perturbed:
-        perturb(model, job.perturbed)
-    initial = initial_values(model)
-    states = [
-        build_training_state(recipe, deepcopy(model), reference=True) for _ in range(plan.workers)
-    ]
+    initial, states, steps = prepared(job, recipe, plan)
     recorder = Recorder(states[0])
     workers = _Workers(recipe, plan, states)
-    source = training_data(recipe)
-    steps = reference_batches(
-        source,
-        plan.batch,
-        plan.data_degree,
-        job.start(recipe, reference_epochs(recipe, source).sizes_to_the_end),
-        steps=job.count(recipe),
-        drop_last=recipe.drop_last,
-    )
     step = 0
     for step, batches in enumerate(steps, 1):
         loss = workers.step(step, batches)
@@ -102,12 +87,59 @@ def record_workers(_: LaunchEnv, job: VerifyJob, target: Path, *, ranks: int) ->
     replace(recorder.recording(), initial=initial).save(target)
 
 
+def prepared(
+    job: VerifyJob, recipe: Recipe, plan: Plan
+) -> tuple[dict[str, Tensor], list[TrainingState], Iterator[tuple[RankBatch, ...]]]:
+    """The values that all begin with, a model with an optimiser for each worker, and the batches.
+
+    A batch has a share for each copy of the model, in the order of the ranks.
+    """
+    model = to_float64(initial_model(recipe))
+    if job.perturbed:
+        perturb(model, job.perturbed)
+    states = [
+        build_training_state(recipe, deepcopy(model), reference=True) for _ in range(plan.workers)
+    ]
+    source = training_data(recipe)
+    steps = reference_batches(
+        source,
+        plan.batch,
+        plan.data_degree,
+        job.start(recipe, reference_epochs(recipe, source).sizes_to_the_end),
+        steps=job.count(recipe),
+        drop_last=recipe.drop_last,
+    )
+    return initial_values(model), states, steps
+
+
+class WorkerGradients:
+    """The gradients of all workers, each of its own model, one worker after the other."""
+
+    def __init__(self, recipe: Recipe, models: Sequence[nn.Module]) -> None:
+        self._recipe, self._models = recipe, models
+        self._buffers = [CopyBuffers() for _ in models]
+        self._sites: RandomDraws | None = None
+
+    def leave(self, worker: int, shares: Sequence[RankBatch]) -> tuple[float, float]:
+        """Leave the gradient of a worker's mean loss in its model; its sum and count."""
+        model = self._models[worker]
+        if self._sites is None:
+            self._sites = find_draws(self._recipe, model, shares)
+        micros = self._buffers[worker].micros(model, shares)
+        total, count = gradients_of(self._recipe, model, self._sites, micros, 1)
+        for parameter in model.parameters():
+            if parameter.grad is not None and count:
+                parameter.grad.div_(count)
+        if count and self._recipe.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), self._recipe.clip)
+        return total, count
+
+
 class _Workers:
     def __init__(self, recipe: Recipe, plan: Plan, states: Sequence[TrainingState]) -> None:
-        self._recipe, self._plan, self._states = recipe, plan, states
-        self._buffers = [CopyBuffers() for _ in states]
-        self._sites: RandomDraws | None = None
-        self._rule = _rule(plan.synchrony, [state.model for state in states])
+        models = [state.model for state in states]
+        self._states, self._gradients = states, WorkerGradients(recipe, models)
+        self._rule = _rule(plan.synchrony, models)
 
     def step(self, step: int, batches: Sequence[RankBatch]) -> float:
         """One step of every worker; returns the loss over all samples."""
@@ -116,31 +148,17 @@ class _Workers:
         for worker in range(len(self._states)):
             copies = len(batches) // len(self._states)
             shares = batches[worker * copies : (worker + 1) * copies]
-            results.append(self._gradients(worker, shares))
+            results.append(self._gradients.leave(worker, shares))
         # Gradients are of the models before they met; optimisers step afterwards.
         self._rule.before_update(step, before, self._states)
         for state, (_, count) in zip(self._states, results, strict=True):
             if count:
-                if self._recipe.clip is not None:
-                    nn.utils.clip_grad_norm_(state.model.parameters(), self._recipe.clip)
                 state.optimizer.step()
             scheduler = stepped_each_step(state.scheduler)
             if scheduler is not None:
                 scheduler.step()
         self._rule.after_update(step, self._states)
         return sum(total for total, _ in results) / sum(count for _, count in results)
-
-    def _gradients(self, worker: int, shares: Sequence[RankBatch]) -> tuple[float, float]:
-        """Leave the gradient of a worker's mean loss in its model; its sum and count."""
-        model = self._states[worker].model
-        if self._sites is None:
-            self._sites = find_draws(self._recipe, model, shares)
-        micros = self._buffers[worker].micros(model, shares)
-        total, count = gradients_of(self._recipe, model, self._sites, micros, 1)
-        for parameter in model.parameters():
-            if parameter.grad is not None and count:
-                parameter.grad.div_(count)
-        return total, count
 
     def end(self, step: int) -> None:
         """What all workers end with."""
@@ -317,8 +335,8 @@ class _Neighbours:
             _set(state.model, average)
 
 
-def _even_weights(place: str, workers: int) -> list[list[float]]:
-    """Even weights over a worker and those that it hears, on a graph that is drawn here anew."""
+def hearing(place: str, workers: int) -> list[list[bool]]:
+    """Whether a worker (row) hears another one (column): a graph that is drawn here anew."""
     rows = next(r for r in range(isqrt(workers), 0, -1) if workers % r == 0)
     columns = workers // rows
 
@@ -339,5 +357,10 @@ def _even_weights(place: str, workers: int) -> list[list[float]]:
                 )
         return True
 
-    heard = [[hears(i, j) for j in range(workers)] for i in range(workers)]
+    return [[hears(i, j) for j in range(workers)] for i in range(workers)]
+
+
+def _even_weights(place: str, workers: int) -> list[list[float]]:
+    """Even weights over a worker and those that it hears."""
+    heard = hearing(place, workers)
     return [[one / sum(row) for one in row] for row in heard]
