@@ -242,6 +242,93 @@ def neighbours() -> Recipe:
     return meeting("neighbours", merge="neighbour")
 
 
+# ---- workers that do not meet in rounds --------------------------------------------------------
+
+
+def _falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+
+
+def _momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def free(recipe: Recipe, **words: Any) -> Recipe:
+    rules = Synchrony(**{"kind": "asynchronous", **words})
+    return replace(recipe, synchrony=rules, scheduler=_falling)
+
+
+@case(3)
+def free_servers() -> Recipe:
+    plain = replace(mlp(), optimizer=_momentum)
+    return free(plain, topology="sharded", servers=2)
+
+
+@case(3)
+def free_unused() -> Recipe:
+    return free(unused())
+
+
+@case(3)
+def free_downpour() -> Recipe:
+    return free(mlp(), fetch_every=3, push_every=2)
+
+
+@case(3)
+def free_bound() -> Recipe:
+    return free(mlp(), kind="bounded", delay_bound=1)
+
+
+@case(3)
+def free_reject() -> Recipe:
+    return free(mlp(), kind="bounded", delay_bound=1, on_violation="reject")
+
+
+@case(3)
+def free_eager() -> Recipe:
+    return free(mlp(), kind="bounded", delay_bound=1, remedy="eager_push")
+
+
+@case(3)
+def free_snapshot() -> Recipe:
+    return free(mlp(), kind="bounded", delay_bound=1, read="snapshot")
+
+
+@case(3)
+def free_value() -> Recipe:
+    return free(mlp(), kind="bounded", value_bound=0.015)
+
+
+@case(3)
+def free_rate() -> Recipe:
+    return free(mlp(), remedy="staleness_rate")
+
+
+@case(3)
+def free_compensation() -> Recipe:
+    return free(mlp(), remedy="delay_compensation", compensation=0.5)
+
+
+@case(3)
+def free_elastic() -> Recipe:
+    return free(mlp(), merge="elastic", local_steps=2, alpha=0.3, beta=0.2)
+
+
+@case(3)
+def free_tree() -> Recipe:
+    return free(mlp(), merge="elastic", topology="tree", period_up=2, period_down=3)
+
+
+@case(3)
+def free_pairs() -> Recipe:
+    return free(mlp(), merge="pairwise")
+
+
+@case(3)
+def free_gossip() -> Recipe:
+    return free(mlp(), merge="push_sum", probability=0.5)
+
+
 # ---- collective programs -----------------------------------------------------------------------
 
 

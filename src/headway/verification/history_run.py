@@ -327,21 +327,21 @@ class _Table:
     def _check(self) -> None:
         """Raise where the history has messages that nobody sends, or lacks some."""
         told = [f"there is no {holder}, which has handled messages" for holder in self._unknown]
-        for holder, order in self._orders.items():
-            told += [
-                f"{holder} has handled {counted(count, 'message')} of {_named(sender)} that it "
-                "does not send"
-                for sender, count in Counter(order).items()
-            ]
+        told += [
+            f"worker {worker} has not waited for {holder}, which may not answer it yet"
+            for worker, holder in enumerate(self._wants)
+            if holder is not None and not self._mail[holder, worker]
+        ]
         told += [
             f"{holder} has not handled {counted(len(mail), 'message')} of {_named(sender)}"
             for (holder, sender), mail in self._mail.items()
             if mail
         ]
         told += [
-            f"worker {worker} would wait for {holder} for ever"
-            for worker, holder in enumerate(self._wants)
-            if holder is not None
+            f"{holder} has handled {counted(count, 'message')} of {_named(sender)} that it does "
+            "not send"
+            for holder, order in self._orders.items()
+            for sender, count in Counter(order).items()
         ]
         if told:
             raise NotEqual(
