@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,13 @@ def test_a_training_run_is_replayed(tmp_path: Path) -> None:
     for file in files:
         other = tmp_path / "again" / file.relative_to(tmp_path / "first")
         assert other.read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize("name", sampled(["asynchronous", "snapshot", "value", "eager"], 1))
+def test_a_model_of_fewer_parameters_than_servers(name: str) -> None:
+    """The last server holds nothing."""
+    small = replace(clipped(name), model=lambda: nn.Linear(4, 1))
+    assert headway.verify(small, processes=3).holds
 
 
 def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:

@@ -230,15 +230,8 @@ def gradient_of(named: Mapping[str, nn.Parameter], optimizer: Optimizer) -> Bund
 def balanced_shares(named: Mapping[str, nn.Parameter], shares: int) -> list[list[str]]:
     """Whole parameters in so many shares: the largest first, each to the least loaded one.
 
-    Raises:
-        RunError: There are fewer parameters than shares.
+    Where there are fewer parameters than shares, the last ones are empty.
     """
-    if len(named) < shares:
-        raise RunError(
-            f"{shares} servers for {len(named)} parameters",
-            why="Each server holds whole parameters.",
-            fix=f"Use at most {len(named)} servers.",
-        )
     found: list[list[str]] = [[] for _ in range(shares)]
     loads = [0] * shares
     for name, parameter in sorted(named.items(), key=lambda one: -one[1].numel()):
