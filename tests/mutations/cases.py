@@ -265,6 +265,12 @@ def free_servers() -> Recipe:
 
 
 @case(3)
+def free_backup() -> Recipe:
+    rules = Synchrony(topology="sharded", servers=2, backup_workers=1)
+    return replace(mlp(), synchrony=rules, scheduler=_falling)
+
+
+@case(3)
 def free_unused() -> Recipe:
     return free(unused())
 

@@ -28,6 +28,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* processes share .* CPU cores"
 
 WAYS: dict[str, dict[str, Any]] = {
     "servers": {"topology": "sharded", "servers": 2},
+    "backup": {"topology": "single", "backup_workers": 1},
+    "backups": {"topology": "colocated", "backup_workers": 1},
     "asynchronous": {"kind": "asynchronous"},
     "single": {"kind": "asynchronous", "topology": "single", "reduce": "sum"},
     "downpour": {"kind": "asynchronous", "fetch_every": 3, "push_every": 2},
@@ -183,6 +185,31 @@ def test_a_bound_holds_with_a_slow_worker() -> None:
     gaps = run_ranks(3, keeps_up, 2)[0]
     assert len(gaps) == 3 * STEPS
     assert max(gaps) == 3  # the fast ones wait at the bound: never more than bound + 1 apart
+
+
+def passed_over(world: Any) -> int:
+    """How many steps the others have closed without this worker."""
+    run = executor(World.adopt(), topology="single", backup_workers=1)
+    left_out = 0
+    for batch in run.batches(data(), epochs=None):
+        free: Any = run.strategy.rounds
+        if run.steps_done and free.is_closed(run.steps_done):
+            before = run.record.loss
+            assert run.step(batch) == before
+            left_out += 1
+        else:
+            time.sleep(0.1 if world.rank == 1 else 0.0)
+            run.step(batch)
+        if run.steps_done == STEPS:
+            break
+    run.finish()
+    return left_out
+
+
+def test_steps_end_without_the_slowest() -> None:
+    first, slow, last = run_ranks(3, passed_over)
+    assert slow >= STEPS // 2
+    assert first + last < slow
 
 
 def recipe() -> headway.Recipe:

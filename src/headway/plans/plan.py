@@ -564,8 +564,6 @@ def _unsupported_synchrony(plan: Plan) -> Iterator[str]:
         return
     if not synchrony.in_rounds and plan.ranks > plan.workers:
         yield f"synchrony ({synchrony}) with workers of several ranks"
-    if synchrony.backup_workers:
-        yield "synchrony.backup_workers"
     if synchrony.place == "master" and synchrony.merge == "mean":
         yield 'synchrony.topology "master": the mean is taken by an all-reduce; leave it out'
     if synchrony.compress != "none":

@@ -250,6 +250,7 @@ class Executor:
         self.seed = seed
         self.steps_done = 0
         self.record = StepRecord()
+        self._last_loss = self.record.loss
         self.wants_stop = False
         # The runner of a pipeline cuts the inputs itself.
         self._loss = (
@@ -361,6 +362,10 @@ class Executor:
     def step(self, batch: RankBatch) -> float:
         """One optimiser step; returns the loss of the global batch.
 
+        With workers that do not agree at every step it is the loss of this worker's samples. A step
+        that the others have closed without this worker (backup workers) is not computed: the loss
+        of the last one that was is returned again.
+
         Raises:
             Diverged: The loss is not finite; parameters are those before the step.
             PeerLost: Another rank vanished.
@@ -389,8 +394,12 @@ class Executor:
             self.strategy.rounds.begin(self.steps_done)
         if not self.model.training:  # else modules that the user has put into eval mode stay there
             self.model.train()
-        with loss_errors_explained(self._given_loss):
-            self._carry_out(program)
+        if self.strategy.passes_over(self.steps_done):
+            self.record.loss = self._last_loss
+        else:
+            with loss_errors_explained(self._given_loss):
+                self._carry_out(program)
+        self._last_loss = self.record.loss
         self.steps_done += 1
         self._next_epoch = batch.start.epoch + 1
         self._after = batch.after

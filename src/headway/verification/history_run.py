@@ -145,6 +145,7 @@ class _Workers:
         self._gradients = WorkerGradients(recipe, [state.model for state in states])
         self._losses: list[dict[int, tuple[float, float]]] = [{} for _ in batches]
         self.numbers: list[dict[str, dict[str, Tensor]]] = [{} for _ in batches]
+        self._noted = [0] * len(states)
 
     @property
     def count(self) -> int:
@@ -171,20 +172,12 @@ class _Workers:
     def compute(self, worker: int, step: int) -> _Part | None:
         """The gradient of a step with the worker's model; None after the last one.
 
-        What the worker has now is what the step before has left.
+        What the worker has now is what the step before has left, and those that are left out.
         """
         state = self.states[worker]
-        if step:
-            scheduler = stepped_each_step(state.scheduler)
-            if scheduler is not None:
-                with warnings.catch_warnings():
-                    # Optimisers step where parameters are held.
-                    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-                    scheduler.step()
-            found = by_worker({worker: state.tensors_by_kind()})
-            for kind, tensors in found.items():
-                copies = {name: tensor.clone() for name, tensor in tensors.items()}
-                self.numbers[step - 1].setdefault(kind, {}).update(copies)
+        while self._noted[worker] < step:  # more than one where some are left out
+            self._note(worker, self._noted[worker])
+            self._noted[worker] += 1
         if step == self.steps:
             return None
         total, count = self._gradients.leave(worker, [self._batches[step][worker]])
@@ -196,6 +189,19 @@ class _Workers:
         }
         rates = tuple(float(group["lr"]) for group in state.optimizer.param_groups)
         return _Part(values, count, rates)
+
+    def _note(self, worker: int, step: int) -> None:
+        """What a worker has after a step."""
+        state = self.states[worker]
+        scheduler = stepped_each_step(state.scheduler)
+        if scheduler is not None:
+            with warnings.catch_warnings():
+                # Optimisers step where parameters are held.
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+                scheduler.step()
+        for kind, tensors in by_worker({worker: state.tensors_by_kind()}).items():
+            copies = {name: tensor.clone() for name, tensor in tensors.items()}
+            self.numbers[step].setdefault(kind, {}).update(copies)
 
     def step(self, worker: int) -> None:
         """The worker's own optimiser, with the gradient that was computed last."""
@@ -439,6 +445,8 @@ class _Servers(_Family):
                     shown: _Shown = yield source
                     workers.write(worker, shown.values)
                     versions.append(shown.version)
+                    if rules.kind == "synchronous":  # the others may have closed steps meanwhile
+                        step = pushes = max(step, shown.version)
             part = workers.compute(worker, step)
             if part is not None:
                 unsent = part if unsent is None else unsent.plus(part)
@@ -572,14 +580,15 @@ class _Cache(_Holder):
 
 
 class _ByRounds(_Holder):
-    """Version v has the first v pushes of every worker; who reads at clock c gets c - bound, with
-    its own later pushes on top."""
+    """Version v has the first v pushes of every worker, or of all but some that were late, whose
+    push is then dropped (Chen et al. 2016, section 3). Who reads at clock c gets c - bound, with
+    its own later pushes on top; without a bound the newest version."""
 
     def __init__(self, rules: Synchrony, held: _Held, workers: int) -> None:
         self.held = held
         self._rules, self._workers = rules, workers
         self._versions = [held.copy()]
-        self._pushed: list[list[_Part]] = [[] for _ in range(workers)]
+        self._pushed: dict[int, dict[int, _Part]] = defaultdict(dict)
         self._waiting: list[tuple[int, int]] = []
         self._there = set(range(workers))
 
@@ -588,28 +597,34 @@ class _ByRounds(_Holder):
         match message:
             case _Pull(clock=clock):
                 self._waiting.append((sender, clock))
-            case _Push(part=part):
-                self._pushed[sender].append(part)
+            case _Push(clock=clock, part=part):
+                if clock >= self._newest:
+                    self._pushed[clock][sender] = part
             case _:
                 self._there.discard(sender)
-        while self._is_whole(len(self._versions) - 1):
-            self._make_version()
+        while self._is_whole(self._pushed[self._newest]):
+            self._make_version(self._pushed[self._newest])
         found: Replies = []
         for item in list(self._waiting):
             worker, clock = item
             wanted = max(0, clock - (self._rules.delay_bound or 0))
-            if wanted < len(self._versions):
+            if wanted <= self._newest:
                 self._waiting.remove(item)
+                if not self._rules.delay_bound:
+                    clock = wanted = self._newest
                 found.append((worker, self._read(worker, wanted, clock)))
         return found
 
-    def _is_whole(self, step: int) -> bool:
-        have = [len(parts) > step for parts in self._pushed]
-        return any(have) and all(have[worker] for worker in self._there)
+    @property
+    def _newest(self) -> int:
+        return len(self._versions) - 1
 
-    def _make_version(self) -> None:
-        step = len(self._versions) - 1
-        parts = [parts[step] for parts in self._pushed if len(parts) > step]
+    def _is_whole(self, pushed: Mapping[int, _Part]) -> bool:
+        late = [worker for worker in self._there if worker not in pushed]
+        return len(pushed) > 0 and len(late) <= self._rules.backup_workers
+
+    def _make_version(self, pushed: Mapping[int, _Part]) -> None:
+        parts = [pushed[worker] for worker in sorted(pushed)]
         self._step(self.held, parts, len(parts) if self._rules.reduce == "sum" else 1.0)
         self._versions.append(self.held.copy())
 
@@ -625,7 +640,8 @@ class _ByRounds(_Holder):
 
     def _read(self, worker: int, version: int, clock: int) -> _Shown:
         held = self._versions[version].copy()
-        for part in self._pushed[worker][version:clock]:
+        for step in range(version, clock):
+            part = self._pushed[step][worker]
             self._step(held, [part], 1.0 if self._rules.reduce == "sum" else 1 / self._workers)
         return _Shown(held.read(), version)
 

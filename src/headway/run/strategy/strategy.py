@@ -498,6 +498,15 @@ class Strategy:
         """What the loss of the last step is a mean over: samples, tokens."""
         return self._count
 
+    def passes_over(self, step: int) -> bool:
+        """Whether a step, from 0, is left out, as the other workers have closed it; then it is."""
+        if not isinstance(self.rounds, FreeRun) or not self.rounds.is_closed(step):
+            return False
+        self.rounds.pass_over()
+        self._count = 0.0
+        self._schedule()
+        return True
+
     def agree(self) -> None:
         """Make the worker's own update, and meet the others where it is time."""
         assert self.rounds is not None

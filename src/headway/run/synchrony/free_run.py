@@ -191,6 +191,14 @@ class FreeRun:
         self.met = self._plan.workers == 1
         self._drive(seat.resume(Gradient(self._parts.gradient(), count)))
 
+    def is_closed(self, step: int) -> bool:
+        """Whether the others have made a step, from 0, without this worker (backup workers)."""
+        return self._wanted is not None and step < self._wanted.step
+
+    def pass_over(self) -> None:
+        """Leave a step out that is closed."""
+        self._steps += 1
+
     def finish(self) -> None:
         """After the last step: all workers end with one model; collective."""
         seat = self._seat
@@ -243,6 +251,7 @@ class FreeRun:
             answer = self._answer(seat.waits)
             if seat.answer(answer.holder, answer.value):
                 wanted = seat.go_on()
+        self._wanted = wanted
         if wanted is not None:
             self._parts.load(wanted.value)
 
