@@ -55,10 +55,14 @@ def unavailable_reason() -> str:
 
 
 def machine() -> str:
-    """The same text for processes that can see each other in /proc; "" elsewhere."""
+    """The same text for processes that can see each other in /proc, on one network; "" elsewhere.
+
+    Nodes that are emulated on one machine have networks of their own: memory would get around
+    their links.
+    """
     # /proc/PID/fd opens only for the same user, in the same namespace of process ids.
-    identity = namespace_identity("pid")
-    return f"{identity} {os.geteuid()}" if identity else ""
+    identity, network = namespace_identity("pid"), namespace_identity("net")
+    return f"{identity} {network} {os.geteuid()}" if identity else ""
 
 
 def create_memory(nbytes: int, *, grows: bool = False) -> tuple[int, mmap.mmap]:
