@@ -1,4 +1,4 @@
-"""emulated: channels between emulated nodes use their links, although all memory is one machine's."""
+"""emulated: channels between emulated nodes use their links, though they share a memory."""
 
 from __future__ import annotations
 
