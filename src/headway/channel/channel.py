@@ -363,6 +363,10 @@ class Channel:
 
     # -- the end -----------------------------------------------------------------------------
 
+    def allow(self, seconds: float) -> None:
+        """Let any wait from now on take so long."""
+        self._wire.seconds = seconds
+
     def close(self) -> None:
         """End the channel at both ends; the other one still gets what has been put.
 

@@ -278,7 +278,7 @@ class Executor:
         # The lines above have moved and widened the parameters, but not the optimiser's state.
         move_optimizer_state(optimizer)
         # While the model is whole: under ZeRO `make_strategy` shards it.
-        if self.world.ranks > 1:
+        if not self.world.alone:
             replica_sync.sync_initial_state(self.model, self.world)
         self._norm: GlobalNorm | None = global_norm(self.plan, self.world)
         self._spare = PaddingBatch(self.plan)
@@ -517,7 +517,7 @@ class Executor:
         """The metrics over all ranks, which need not have met all names; collective."""
         counted = dict(own) if self.plan.counts(self.world.rank) else {}
         told = [counted]
-        if self.world.ranks > 1:
+        if not self.world.alone:
             with self.world.explained(doing):
                 told = gather_facts(counted)
         # In the order of the ranks, so that all get the same bits.

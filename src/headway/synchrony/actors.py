@@ -93,6 +93,14 @@ class Holder(ABC):
         A message that wants an answer gets exactly one, now or when a later one allows it.
         """
 
+    def lose(self, worker: int) -> Sequence[Outgoing]:
+        """A worker has died: forget what waits of it, wait for it no more; what is sent now."""
+        return ()
+
+    def missing(self) -> Sequence[int]:
+        """The workers without whose next message somebody is not answered."""
+        return ()
+
 
 # -- what a worker wants done ------------------------------------------------------------------
 

@@ -13,9 +13,9 @@ of its pushes that this server has got; the *version* of the parameters the numb
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from headway.plans.synchrony import Synchrony
 from headway.synchrony.actors import Address, Gradient, Holder, Outgoing, Replica, Sender, Value
@@ -95,6 +95,14 @@ def mean_gradient(parts: Sequence[Gradient]) -> Value:
     return found
 
 
+Asked = TypeVar("Asked")
+
+
+def without(waiting: Iterable[tuple[int, Asked]], worker: int) -> deque[tuple[int, Asked]]:
+    """What waits, but nothing of one worker."""
+    return deque(item for item in waiting if item[0] != worker)
+
+
 class RoundServer(Holder):
     """Steps are closed as a whole: synchronous servers, backup workers, snapshot reads.
 
@@ -134,6 +142,18 @@ class RoundServer(Holder):
                     self._pushed.setdefault(clock, {})[sender] = gradient
             case Leave():
                 self._present.discard(sender)
+        return self._go_on()
+
+    def lose(self, worker: int) -> Sequence[Outgoing]:
+        self._waiting = without(self._waiting, worker)
+        self._present.discard(worker)
+        return self._go_on()
+
+    def missing(self) -> Sequence[int]:
+        pushed = self._pushed.get(self.version, {})
+        return sorted(self._present - set(pushed)) if self._waiting else ()
+
+    def _go_on(self) -> Sequence[Outgoing]:
         while self._is_complete():
             self._close()
         return list(self._answers())
@@ -233,6 +253,17 @@ class StreamServer(Holder):
         found = list(self._answers())
         return found if isinstance(message, Pull) else [*self._refreshed(sender, slowest), *found]
 
+    def lose(self, worker: int) -> Sequence[Outgoing]:
+        slowest = self._slowest
+        self._waiting = without(self._waiting, worker)
+        self._clocks.pop(worker, None)
+        self._backups.pop(worker, None)
+        return [*self._refreshed(worker, slowest), *self._answers()]
+
+    def missing(self) -> Sequence[int]:
+        behind = [worker for worker, clock in self._clocks.items() if clock == self._slowest]
+        return behind if self._waiting else ()
+
     @property
     def _slowest(self) -> int:
         return min(self._clocks.values(), default=self.version)
@@ -311,6 +342,14 @@ class ValueBoundServer(Holder):
         if isinstance(message, Push):
             self._pushes.append((sender, message))
         return list(self._applied())
+
+    def lose(self, worker: int) -> Sequence[Outgoing]:
+        self._in_use.pop(worker, None)
+        self._pushes = without(self._pushes, worker)
+        return list(self._applied())
+
+    def missing(self) -> Sequence[int]:
+        return sorted(self._in_use) if self._pushes else ()
 
     def _applied(self) -> Iterator[Outgoing]:
         """Make the updates that may be made now, the oldest push first."""

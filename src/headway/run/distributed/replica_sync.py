@@ -56,7 +56,7 @@ def sync_initial_state(model: nn.Module, world: World) -> None:
 
 def broadcast_buffers(model: nn.Module, world: World) -> None:
     """Give every rank the buffers of rank 0; running statistics differ between shares."""
-    if world.ranks == 1:
+    if world.alone:
         return
     with world.explained("sharing the model's buffers"):
         for buffer in model.buffers():

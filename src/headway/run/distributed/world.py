@@ -297,6 +297,21 @@ class World:
         self.side_group = side_group
         self.timeout_seconds = timeout_seconds
         self._watchdog = Watchdog(place)
+        self._parted = place.life > 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to meet: one process, or all have gone their own ways."""
+        return self.place.ranks == 1 or self._parted
+
+    def part(self) -> None:
+        """From now on every process is on its own, and may die alone; collective, the last time.
+
+        Sums and barriers are of this process alone then, and nobody watches its heartbeat.
+        """
+        self.barrier("the beginning of workers that do not meet")
+        self.leave()
+        self._parted = True
 
     @property
     def rank(self) -> int:
@@ -332,7 +347,7 @@ class World:
             PeerLost: A rank vanished while the groups were made.
         """
         chosen = _device(place, device)
-        if place.ranks == 1:
+        if place.ranks == 1 or place.life > 0:
             return cls(place=place, device=chosen, timeout_seconds=timeout_seconds)
         if dist.is_initialized():
             raise UsageError(
@@ -427,7 +442,7 @@ class World:
 
     def sum(self, tensor: torch.Tensor, doing: str) -> None:
         """Sum a small tensor of the host over all ranks, in place; collective."""
-        if self.ranks > 1:
+        if not self.alone:
             with self.explained(doing):
                 shared = tensor.to(self.device)
                 dist.all_reduce(shared)

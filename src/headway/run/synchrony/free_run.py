@@ -8,28 +8,38 @@ bit. Messages go over one-sided channels, two to each other rank: for what this 
 and for what is asked here.
 
 A run that repeats a history lets each holder handle its messages in the recorded order.
+
+A process that dies is noticed by its channels. Holders note it, wait for it no more, and drop what
+it has sent; a run whose servers or centre it had ends. The models of pairs and gossip die with
+their workers: so does their weight in the mean, which stays a mean of the others. In a replay the
+processes of dead workers live: each stops where a holder no longer answers it, and from there on
+only handles what its own holders have handled.
 """
 
 from __future__ import annotations
 
+import os
 import queue
+import signal
 import threading
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from headway.channel.channel import Channel, wait_any
-from headway.channel.facts import broadcast_facts
-from headway.errors import HeadwayError, RunError
+from headway.errors import HeadwayError, PeerLost, Stalled
 from headway.plans import Plan
 from headway.run.synchrony.bundle import Bundle
-from headway.run.synchrony.messages import MessageLink, get_message
+from headway.run.synchrony.desk import Desk, Request
+from headway.run.synchrony.messages import MessageLink, MessageReader
 from headway.run.synchrony.replica import (
     InitialShare,
     ModelReplica,
@@ -39,10 +49,10 @@ from headway.run.synchrony.replica import (
     gradient_of,
 )
 from headway.run.synchrony.rounds import WorkerPlace
-from headway.synchrony.actors import Address, Await, Compute, Gradient, Outgoing, Sender
+from headway.synchrony.actors import Address, Compute, Gradient, Outgoing, Sender
 from headway.synchrony.driving import WorkerSeat
-from headway.synchrony.history import History
-from headway.synchrony.merging import Model
+from headway.synchrony.history import History, Undone
+from headway.synchrony.merging import Gossip, Model, Pair, mixed
 from headway.synchrony.programs import AgreementRun, make_run, server_places
 
 if TYPE_CHECKING:
@@ -50,15 +60,9 @@ if TYPE_CHECKING:
 
 
 _FOR_EVER = 1e9
-
-
-@dataclass(frozen=True)
-class Request:
-    """A message for a holder of the receiving rank."""
-
-    holder: Address
-    sender: Sender
-    message: Any
+_TICK_SECONDS = 0.5
+_LENIENCE = 1.25
+"""Of a worker beside a holder, which knows better who is missing."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,31 @@ class Answer:
 
     holder: Address
     value: Any
+
+
+@dataclass(frozen=True)
+class Over:
+    """In a replay: for a holder of the sending rank the receiving rank's worker is dead."""
+
+    holder: Address
+
+
+@dataclass(frozen=True)
+class Last:
+    """What a holder ends with: for the model that all end with.
+
+    Attributes:
+        state: Of the optimiser: parameter, name and value.
+    """
+
+    holder: Address
+    value: Bundle
+    weight: float = 1.0
+    state: tuple[tuple[str, str, Any], ...] = ()
+
+
+class _LifeOver(Exception):
+    """The life of this worker was over here, in the run that is repeated."""
 
 
 class _Parts:
@@ -129,7 +158,8 @@ class FreeRun:
 
     Attributes:
         met: Whether all workers have the same model now.
-        history: In which order the holders of this rank have handled their messages.
+        over: This worker has died here, in the run that is repeated: it makes no more steps.
+        gone: The workers that have died, as far as this rank knows.
     """
 
     def __init__(
@@ -141,34 +171,63 @@ class FreeRun:
         optimizer: Optimizer,
     ) -> None:
         self.met = True
-        self.history = History()
+        self.over = False
+        self.gone: set[int] = set()
         self._plan, self._place, self._world = plan, place, world
         self._parts = _Parts(plan, place.worker, named, optimizer)
         self._replayed: History | None = None
+        self._undone: set[tuple[int, int, int]] = set()
+        self._desk = self._new_desk(History())
         self._steps = 0
-        self._seat: WorkerSeat | None = None
+        self._finished = False
         self._wanted: Compute | None = None
+        self._seat: WorkerSeat | None = None
         self._holding = threading.Lock()
         self._local: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        self._open: dict[int, Address] = {}
         self._error: HeadwayError | None = None
         self._present = set(range(plan.workers))
-        self._orders: dict[Address, deque[Sender]] = {}
-        self._early: dict[tuple[Address, Sender], deque[Any]] = {}
-        self._asking: dict[int, Channel] = {}
-        self._asked: dict[int, Channel] = {}
+        self._numbers: dict[tuple[Sender, Address], int] = defaultdict(int)
+        self._sent: dict[Address, tuple[int, Any]] = {}
+        self._ended_at: set[Address] = set()
+        self._asking: dict[int, MessageReader] = {}
+        self._asked: dict[int, MessageReader] = {}
         self._links: dict[tuple[str, int], MessageLink] = {}
+
+    def _new_desk(self, history: History) -> Desk:
+        return Desk(self._parts.holders, history, self._send_on, self._tell_over)
 
     @property
     def inside(self) -> dist.ProcessGroup | None:
         """The group of this worker's ranks; None: it is the only one."""
         return self._place.inside
 
+    @property
+    def history(self) -> History:
+        """In which order the holders of this rank have handled their messages."""
+        return self._desk.history
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first of the workers that are left."""
+        return self._place.worker == min(set(range(self._plan.workers)) - self.gone)
+
+    @property
+    def survives(self) -> bool:
+        """Whether the others go on where a worker dies; with one that holds what all need, not."""
+        return self._plan.synchrony.kind != "synchronous"
+
+    @property
+    def needed(self) -> bool:
+        """Whether this rank has a server or the centre, without which nobody goes on."""
+        return any(address.kind in _NEEDED for address in self._parts.holders)
+
     # -- the strategy's calls ------------------------------------------------------------------
 
     def repeat(self, history: History) -> None:
         """Let holders handle their messages in a recorded order; before the first step."""
         self._replayed = history
+        self._undone = history.undone(self._place.worker)
+        self.gone = history.dead()
 
     def begin(self, steps_done: int) -> None:
         """Begin with the model as it is now; once."""
@@ -176,20 +235,21 @@ class FreeRun:
             return
         self._steps = steps_done
         self._connect()
-        if self._replayed is not None:
-            self._orders = {h: deque(self._replayed.senders(h)) for h in self._parts.holders}
         self._seat = WorkerSeat(self._place.worker, self._parts.program, self._post)
+        if self._replayed is not None:
+            with self._holding:
+                self._desk.repeat(self._replayed)
         self._thread = threading.Thread(target=self._serve, name="holders", daemon=True)
         self._thread.start()
-        self._drive(self._seat.resume())
+        self._drive(None)
 
     def step(self, count: float) -> None:
         """Give the program the gradients of this step, and go on to the next one."""
-        seat = self._seat
-        assert seat is not None
+        if self.over:
+            return
         self._steps += 1
         self.met = self._plan.workers == 1
-        self._drive(seat.resume(Gradient(self._parts.gradient(), count)))
+        self._drive(Gradient(self._parts.gradient(), count))
 
     def is_closed(self, step: int) -> bool:
         """Whether the others have made a step, from 0, without this worker (backup workers)."""
@@ -200,32 +260,37 @@ class FreeRun:
         self._steps += 1
 
     def finish(self) -> None:
-        """After the last step: all workers end with one model; collective."""
+        """After the last step: all workers that are left end with one model; collective."""
         seat = self._seat
-        if seat is None or seat.ended:
+        if seat is None or self._finished:
             return
-        self._drive(seat.resume(None))
+        self._finished = True
+        if not self.over and not seat.ended:
+            self._drive(None)
         self._part(Farewell(last=False))
         with self._holding:
             self._present.discard(self._place.worker)
             self._part_last()
-        self._thread.join()
-        self._raise()
-        _check_handled(self._orders)
-        for link in self._links.values():
-            link.close()
+        self._await_others()
+        self._desk.check_handled()
         self._adopt_common()
-        self._adopt_state()
-        self._world.barrier("the end of all workers")
-        for channel in (*self._asking.values(), *self._asked.values()):
-            channel.close()
+        for (_, peer), link in self._links.items():
+            if not link.close(self._world.timeout_seconds):
+                raise self._silent(peer, "takes nothing at the end of the run")
+        if not self.gone:
+            self._world.barrier("the end of all workers")
+        self._close_channels(patient=True)
         self.met = True
 
     def close(self) -> None:
         """End without the others, after an error: their channels break, no thread is left."""
         if self._seat is not None and not self.met:
-            for channel in (*self._asking.values(), *self._asked.values()):
-                channel.close()
+            self._close_channels(patient=False)
+
+    def _close_channels(self, *, patient: bool) -> None:
+        for reader in (*self._asking.values(), *self._asked.values()):
+            reader.channel.allow(self._world.timeout_seconds if patient else 0.1)
+            reader.channel.close()
 
     def vote(self, wishes: bool) -> int:
         """Nobody waits for the others' wishes: a worker stops by its own."""
@@ -239,70 +304,175 @@ class FreeRun:
         rank = self._place.worker
         named, optimizer = self._parts.named, self._parts.optimizer
         self._parts = _Parts(self._plan, rank, named, optimizer)
+        self._desk = self._new_desk(self._desk.history)
 
     # -- the worker ----------------------------------------------------------------------------
 
-    def _drive(self, wanted: Compute | None) -> None:
-        """Go on until a gradient is wanted, or the program has ended."""
+    def _drive(self, result: Gradient | None) -> None:
+        """Go on until a gradient is wanted, or the program or this life of it has ended."""
         seat = self._seat
         assert seat is not None
-        while wanted is None and not seat.ended:
-            assert seat.waits is not None
-            answer = self._answer(seat.waits)
-            if seat.answer(answer.holder, answer.value):
-                wanted = seat.go_on()
+        try:
+            wanted = seat.resume(result)
+            while wanted is None and not seat.ended:
+                assert seat.waits is not None
+                answer = self._answer(seat.awaits(seat.waits))
+                if seat.answer(answer.holder, answer.value):
+                    wanted = seat.go_on()
+        except _LifeOver:
+            self.over, wanted = True, None
         self._wanted = wanted
         if wanted is not None:
             self._parts.load(wanted.value)
 
-    def _answer(self, waits: Await) -> Answer:
-        """The next answer to what is waited for."""
-        self._raise()
-        holder = self._seat.awaits(waits) if self._seat else None
-        assert holder is not None
+    def _answer(self, holder: Address) -> Answer:
+        """The next answer of a holder."""
         place = self._parts.run.places[holder]
-        if place == self._place.worker:
-            while True:
-                try:
-                    return self._local.get(timeout=1.0)
-                except queue.Empty:
-                    self._raise()
         assert place is not None
-        found = get_message(self._asking[place])
-        assert isinstance(found, Answer)
-        return found
+        until = monotonic() + _LENIENCE * self._world.timeout_seconds
+        while True:
+            self._raise()
+            found = self._local_answer(holder) if place == self._place.worker else None
+            if place != self._place.worker:
+                if holder in self._ended_at:
+                    raise _LifeOver
+                found = self._undone_answer(holder, place) or self._remote_answer(place)
+            if found is not None:
+                return found
+            if monotonic() > until and not self._end_stopped([place]):
+                raise self._silent(place, f"does not answer for {holder}")
+
+    def _local_answer(self, holder: Address) -> Answer | None:
+        with suppress(queue.Empty):
+            return self._local.get(timeout=_TICK_SECONDS)
+        with self._holding:
+            ended = self._desk.ended(holder) and self._local.empty()
+        if ended and self._replayed is not None:
+            raise _LifeOver
+        return None
+
+    def _remote_answer(self, place: int) -> Answer | None:
+        try:
+            said = _received(self._asking[place])
+        except PeerLost:
+            if self._replayed is not None or not self._may_lose(place):
+                raise
+            self._note_gone(place)
+            return None
+        if isinstance(said, Over):
+            self._ended_at.add(said.holder)
+        return said if isinstance(said, Answer) else None
+
+    def _undone_answer(self, holder: Address, place: int) -> Answer | None:
+        """The answer to a pair whose other model is gone: the model that was sent."""
+        number, message = self._sent[holder]
+        if not self._comes_to_nothing(place, number):
+            return None
+        assert isinstance(message, Pair)
+        self._note_undone(place, number)
+        return Answer(holder, message.model)
+
+    def _comes_to_nothing(self, worker: int, number: int) -> bool:
+        """Whether a message to the model of a worker finds it dead, live or as recorded."""
+        if self._replayed is not None:
+            return (self._life, worker, number) in self._undone
+        return worker in self.gone
+
+    def _note_undone(self, worker: int, number: int) -> None:
+        with self._holding:
+            self._desk.note(Address("model", self._place.worker), Undone(worker, number))
+
+    @property
+    def _life(self) -> int:
+        return self._world.place.life
 
     def _post(self, sender: Sender, to: Address, message: Any) -> None:
-        """A message of this worker, or of a holder here, to a holder anywhere."""
+        """A message of this worker to a holder anywhere."""
         place = self._parts.run.places[to]
         assert place is not None
+        number = self._numbers[sender, to]
+        self._numbers[sender, to] += 1
+        self._sent[to] = number, message
+        foreign = to.kind == "model" and place != self._place.worker
+        if foreign and not isinstance(message, Pair) and self._comes_to_nothing(place, number):
+            self._note_undone(place, number)
+            if isinstance(message, Gossip):  # its weight is not lost: it comes back
+                self._post(sender, Address("model", self._place.worker), message)
+            return
+        request = Request(to, sender, message, self._life, number)
         if place == self._place.worker:
             with self._holding:
-                self._take(to, sender, message)
+                self._desk.take(request)
         else:
-            self._links["asking", place].post(Request(to, sender, message))
+            self._links["asking", place].post(request)
 
     # -- the holders ---------------------------------------------------------------------------
 
     def _serve(self) -> None:
         """Handle what others send until all of them have ended; the body of the thread."""
         heard = dict(self._asked)
+        waits = _Waits(self._world.timeout_seconds)
         try:
             while heard:
-                # Nobody need ask anything for a long time; the heartbeat notices who is gone.
-                channel = wait_any(list(heard.values()), timeout=_FOR_EVER)
-                said = get_message(channel)
+                for reader in self._ready(heard):
+                    self._hear(heard, reader)
                 with self._holding:
-                    match said:
-                        case Request(holder=holder, sender=sender, message=message):
-                            self._take(holder, sender, message)
-                        case Farewell(last=True):
-                            del heard[channel.peer]
-                        case Farewell():
-                            self._present.discard(channel.peer)
-                            self._part_last()
+                    waits.look(self._desk.missing())
         except HeadwayError as error:
             self._error = error
+
+    def _ready(self, heard: dict[int, MessageReader]) -> list[MessageReader]:
+        """Whose next part has come, after a while at most; drops those that are gone."""
+        channels = [reader.channel for reader in heard.values()]
+        try:
+            return [heard[wait_any(channels, timeout=_TICK_SECONDS).peer]]
+        except Stalled:
+            return []
+        except PeerLost as error:
+            for peer, reader in list(heard.items()):
+                try:
+                    reader.channel.ready()
+                except PeerLost:
+                    self._lose(heard, peer, error)
+            return []
+
+    def _hear(self, heard: dict[int, MessageReader], reader: MessageReader) -> None:
+        peer = reader.channel.peer
+        try:
+            found = reader.take()
+        except PeerLost as error:
+            self._lose(heard, peer, error)
+            return
+        with self._holding:
+            match found:
+                case (Request() as request,):
+                    self._desk.take(request)
+                case (Farewell(last=True),):
+                    del heard[peer]
+                case (Farewell(),):
+                    self._present.discard(peer)
+                    self._part_last()
+
+    def _lose(self, heard: dict[int, MessageReader], peer: int, error: PeerLost) -> None:
+        """The process of another worker has died."""
+        del heard[peer]
+        if self._replayed is not None or not self._may_lose(peer):
+            raise error
+        with self._holding:
+            self.gone.add(peer)
+            self._desk.lose(peer)
+            self._present.discard(peer)
+            self._part_last()
+
+    def _may_lose(self, peer: int) -> bool:
+        """Whether this rank goes on without another."""
+        places = self._parts.run.places.items()
+        return self.survives and not any(p == peer and a.kind in _NEEDED for a, p in places)
+
+    def _note_gone(self, peer: int) -> None:
+        """The worker has seen the death of a process; the thread of the holders will, too."""
+        with self._holding:
+            self.gone.add(peer)
 
     def _part(self, farewell: Farewell) -> None:
         for (kind, _), link in self._links.items():
@@ -314,30 +484,21 @@ class FreeRun:
         if not self._present:
             self._part(Farewell(last=True))
 
-    def _take(self, to: Address, sender: Sender, message: Any) -> None:
-        """Let a holder of this rank handle a message: now, or in its recorded turn."""
-        if self._replayed is None:
-            self._handle(to, sender, message)
-            return
-        self._early.setdefault((to, sender), deque()).append(message)
-        order = self._orders[to]
-        while order and self._early.get((to, order[0])):
-            turn = order.popleft()
-            self._handle(to, turn, self._early[to, turn].popleft())
-
-    def _handle(self, to: Address, sender: Sender, message: Any) -> None:
-        self.history.note(to, sender)
-        for sent in self._parts.holders[to].handle(sender, message):
-            self._send_on(to, sent)
+    def _tell_over(self, holder: Address, worker: int) -> None:
+        if worker != self._place.worker:
+            self._links["asked", worker].post(Over(holder))
 
     def _send_on(self, holder: Address, sent: Outgoing) -> None:
         if isinstance(sent.to, Address):
             place = self._parts.run.places[sent.to]
             assert place is not None
+            number = self._numbers[holder, sent.to]
+            self._numbers[holder, sent.to] += 1
+            request = Request(sent.to, holder, sent.value, self._life, number)
             if place == self._place.worker:
-                self._take(sent.to, holder, sent.value)
+                self._desk.take(request)
             else:
-                self._links["asking", place].post(Request(sent.to, holder, sent.value))
+                self._links["asking", place].post(request)
         elif sent.to == self._place.worker:
             self._local.put(Answer(holder, sent.value))
         else:
@@ -346,6 +507,14 @@ class FreeRun:
     def _raise(self) -> None:
         if self._error is not None:
             raise self._error
+
+    def _silent(self, place: int, what: str) -> Stalled:
+        return Stalled(
+            f"rank {place} {what}",
+            where=f"rank {self._place.worker}, after step {self._steps}",
+            why=f"Nothing came for {self._world.timeout_seconds:g} s.",
+            fix="Look for what that process does instead, or allow more time (--timeout).",
+        )
 
     # -- connections ---------------------------------------------------------------------------
 
@@ -358,82 +527,143 @@ class FreeRun:
             first, second = (
                 (self._asking, self._asked) if rank < peer else (self._asked, self._asking)
             )
-            timeout = self._world.timeout_seconds
-            first[peer] = Channel(peer, slots=4, timeout=timeout)
-            second[peer] = Channel(peer, slots=4, timeout=timeout)
-            self._links["asking", peer] = MessageLink(self._asking[peer])
-            self._links["asked", peer] = MessageLink(self._asked[peer])
+            for readers in (first, second):
+                channel = Channel(peer, slots=4, timeout=self._world.timeout_seconds)
+                # Nobody need ask anything for a long time; a death is noticed at once.
+                channel.allow(_FOR_EVER)
+                readers[peer] = MessageReader(channel)
+            self._links["asking", peer] = MessageLink(self._asking[peer].channel)
+            self._links["asked", peer] = MessageLink(self._asked[peer].channel)
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def _await_others(self) -> None:
+        """Wait for the ends of the others; one that stands still for too long is ended."""
+        since = monotonic()
+        while self._thread.is_alive():
+            self._thread.join(_TICK_SECONDS)
+            self._raise()
+            if monotonic() - since > self._world.timeout_seconds:
+                since = monotonic()
+                self._end_stopped(self._present - {self._place.worker})
+        self._raise()
+
+    def _end_stopped(self, workers: Iterable[int]) -> bool:
+        """End processes that stand still (SIGSTOP); whether there was one. On one machine only."""
+        shelter, ended = self._world.place.shelter, False
+        if shelter is None:
+            return False
+        for worker in sorted(workers):
+            with suppress(OSError, ValueError):
+                pid = int((shelter / f"pid-{worker:05d}").read_text())
+                if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt":
+                    os.kill(pid, signal.SIGKILL)
+                    ended = True
+        return ended
 
     def _adopt_common(self) -> None:
-        """Give every worker the model that the run ends with; collective."""
+        """Give every worker the model that the run ends with."""
         parts, rules = self._parts, self._plan.synchrony
-        if parts.shares:
-            kind = "server" if rules.central else "centre"
-            names = parts.by_share or [list(parts.named)]
-            for number, share in enumerate(names):
-                address = Address(kind, number)
-                holder: Any = parts.holders.get(address)
-                place = parts.run.places[address]
-                assert place is not None
-                own = [parts.named[name].data for name in share]
-                if holder is not None:
-                    holder.replica.read().copy_to(own)
-                for tensor in own:
-                    dist.broadcast(tensor, place)
+        found = {address: self._last(address) for address in parts.holders if _ends(address)}
+        for (kind, _), link in self._links.items():
+            if kind == "asked":
+                for last in found.values() if self._place.worker not in self.gone else ():
+                    link.post(last)
+                link.post(Farewell(last=True))
+        left_out = self.history.dead()
+        for peer in self._asking:
+            for last in self._rest(peer):
+                if peer not in left_out:
+                    found[last.holder] = last
+        lasts = [found[address] for address in parts.run.holders if address in found]
+        if not parts.shares:
+            total = sum(last.weight for last in lasts)
+            parts.load(
+                mixed(
+                    {n: last.weight / total for n, last in enumerate(lasts)},
+                    {n: last.value for n, last in enumerate(lasts)},
+                )
+            )
             return
-        holder = parts.holders[Address("model", self._place.worker)]
-        assert isinstance(holder, Model)
-        weight = holder.weight if rules.merge == "push_sum" else 1 / self._plan.workers
-        total = holder.replica.read() * weight
-        for tensor in total.flat:
-            dist.all_reduce(tensor)
-        parts.load(total)
+        for last in lasts:
+            names = parts.by_share[last.holder.number] if rules.central else list(parts.named)
+            last.value.copy_to([parts.named[name].data for name in names])
+            for name, key, value in last.state:
+                parts.optimizer.state[parts.named[name]][key] = value
 
-    def _adopt_state(self) -> None:
-        """Give every worker's optimiser the state of the servers' ones; collective."""
-        parts = self._parts
-        if not parts.rules.central:
-            return
-        optimizer = parts.optimizer
-        for number, names in enumerate(parts.by_share):
-            address = Address("server", number)
-            place = parts.run.places[address]
-            assert place is not None
-            holder: Any = parts.holders.get(address)
-            own = {} if holder is None else holder.replica.optimizer_state()
-            forms = {
-                name: {
-                    key: (tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v
-                    for key, v in state.items()
-                }
-                for name, state in own.items()
-            }
-            told = broadcast_facts(forms, place)
-            for name in names:
-                state = {}
-                for key, form in told.get(name, {}).items():
-                    if isinstance(form, tuple):
-                        shape, dtype = form
-                        mine = own.get(name, {}).get(key)
-                        tensor = torch.empty(shape, dtype=dtype) if mine is None else mine
-                        dist.broadcast(tensor, place)
-                        state[key] = tensor
-                    else:
-                        state[key] = form
-                if state:
-                    optimizer.state[parts.named[name]] = state
+    def _last(self, address: Address) -> Last:
+        holder: Any = self._parts.holders[address]
+        weight = holder.weight if isinstance(holder, Model) else 1.0
+        state = holder.replica.optimizer_state() if self._parts.rules.central else {}
+        rows = [(n, key, value) for n, of in state.items() for key, value in of.items()]
+        return Last(address, holder.replica.read(), weight, tuple(rows))
+
+    def _rest(self, peer: int) -> list[Last]:
+        """All that another rank still says, and what its holders end with."""
+        found: list[Last] = []
+        until = monotonic() + self._world.timeout_seconds
+        while monotonic() < until:
+            try:
+                said = _received(self._asking[peer])
+            except PeerLost:
+                if self._replayed is not None or not self._may_lose(peer):
+                    raise
+                self.gone.add(peer)
+                return found
+            if isinstance(said, Farewell):
+                return found
+            if isinstance(said, Last):
+                found.append(said)
+        raise self._silent(peer, "does not send what it ends with")
 
 
-def _check_handled(orders: Mapping[Address, Sequence[Sender]]) -> None:
-    """Refuse a replay that has left messages of its history out.
+_NEEDED = ("server", "centre")
+
+
+def _ends(address: Address) -> bool:
+    """Whether a holder has a part of what the run ends with."""
+    return address.kind != "cache"
+
+
+class _Waits:
+    """How long holders have let somebody wait for other workers.
+
+    Args:
+        limit: Seconds.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._since: dict[int, float] = {}
+
+    def look(self, missing: Sequence[int]) -> None:
+        """Note for whom others wait now.
+
+        Raises:
+            Stalled: For too long; names them.
+        """
+        now = monotonic()
+        self._since = {worker: self._since.get(worker, now) for worker in missing}
+        late = [worker for worker, since in self._since.items() if now - since > self._limit]
+        if late:
+            raise Stalled(
+                f"the others wait for {' and '.join(f'worker {w}' for w in late)}",
+                why=f"Nothing has come from there for {self._limit:g} s, and the delay bound does "
+                "not let the others go on.",
+                fix="Look for what it does instead (a stopped process, slow data), or allow more "
+                "time (--timeout).",
+            )
+
+
+def _received(reader: MessageReader) -> Any:
+    """The next message, or None where it is not whole after a while.
 
     Raises:
-        RunError: The run was another one.
+        PeerLost: The other end is gone, and has left nothing more.
     """
-    left = {str(holder): len(order) for holder, order in orders.items() if order}
-    if left:
-        raise RunError(
-            "the run that was repeated is another one than the recorded",
-            why=f"Messages of the history that never came: {left}.",
-            fix="Repeat it with the same plan, recipe and number of steps.",
-        )
+    try:
+        wait_any([reader.channel], timeout=_TICK_SECONDS)
+    except Stalled:
+        return None
+    found = reader.take()
+    return None if found is None else found[0]

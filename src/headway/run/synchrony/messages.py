@@ -2,7 +2,8 @@
 
 A message is one text, in which tensors are only numbered, and behind it the tensors, each as it
 lies. `MessageLink` is one direction: a thread of its own sends, so that whoever posts a message
-never waits for the other end.
+never waits for the other end. What is posted to an end that is gone is dropped: whoever reads from
+it hears of that.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from headway.channel.channel import Channel
 from headway.channel.typed_text import read_typed, write_typed
-from headway.errors import HeadwayError, RunError
+from headway.errors import HeadwayError, PeerLost, RunError
 
 _COUNT_BYTES = 4
 
@@ -45,18 +46,39 @@ def put_message(channel: Channel, message: Any) -> None:
         channel.put(tensor.detach())
 
 
-def get_message(channel: Channel) -> Any:
-    """The next message; waits for it. Errors as of `Channel.get`."""
-    with channel.get() as came:
-        data = bytes(came.numpy().tobytes())
-    count = int.from_bytes(data[:_COUNT_BYTES], "little")
-    if len(data) < _COUNT_BYTES or count > 1 << 16:
-        raise RunError(f"rank {channel.peer} sent what is no message")
-    tensors = []
-    for _ in range(count):
-        with channel.get() as tensor:
-            tensors.append(tensor.clone())
-    return read_typed(data[_COUNT_BYTES:], tensors)
+class MessageReader:
+    """Takes messages out of one channel part by part, so that a slow sender holds up nobody else.
+
+    Attributes:
+        channel: Where they come from.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self._text: bytes | None = None
+        self._count = 0
+        self._tensors: list[Tensor] = []
+
+    def take(self) -> tuple[Any] | None:
+        """Take a part that is there; the message that it completes, in a tuple, or None.
+
+        Raises:
+            RunError: What came is no message.
+            PeerLost: The other end is gone.
+        """
+        with self.channel.get() as came:
+            if self._text is not None:
+                self._tensors.append(came.clone())
+            else:
+                self._text = bytes(came.numpy().tobytes())
+                self._count = int.from_bytes(self._text[:_COUNT_BYTES], "little")
+        if len(self._text) < _COUNT_BYTES or self._count > 1 << 16:
+            raise RunError(f"rank {self.channel.peer} sent what is no message")
+        if len(self._tensors) < self._count:
+            return None
+        message = read_typed(self._text[_COUNT_BYTES:], self._tensors)
+        self._text, self._tensors = None, []
+        return (message,)
 
 
 class MessageLink:
@@ -81,17 +103,26 @@ class MessageLink:
             raise self._error
         self._queue.put((message,))
 
-    def close(self) -> None:
-        """Return when all messages have left."""
+    def close(self, seconds: float) -> bool:
+        """Return when all messages have left, or after some seconds; whether they have.
+
+        Raises:
+            HeadwayError: One could not be sent.
+        """
         self._queue.put(None)
-        self._thread.join()
+        self._thread.join(seconds)
         if self._error is not None:
             raise self._error
+        return not self._thread.is_alive()
 
     def _send(self) -> None:
+        gone = False
         while (item := self._queue.get()) is not None:
-            if self._error is None:
-                try:
-                    put_message(self._channel, item[0])
-                except HeadwayError as error:
-                    self._error = error
+            if gone or self._error is not None:
+                continue
+            try:
+                put_message(self._channel, item[0])
+            except PeerLost:
+                gone = True
+            except HeadwayError as error:
+                self._error = error

@@ -1,0 +1,133 @@
+"""The holders of one rank: their messages, handled one at a time, and their history.
+
+Live, a message is handled when it comes; a run that repeats a history handles each in its turn.
+What is noted of a message is on its way to the disk before anybody sees an effect of it. All calls
+are made under one lock (`FreeRun`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headway.errors import RunError
+from headway.synchrony.actors import Address, Holder, Outgoing, Sender
+from headway.synchrony.history import Died, Entry, Handled, History, Turn, Undone
+
+
+@dataclass(frozen=True)
+class Request:
+    """A message for a holder of the receiving rank.
+
+    Attributes:
+        life: Of the sending process.
+        number: Of the message, among those of this sender's life to this holder.
+    """
+
+    holder: Address
+    sender: Sender
+    message: Any
+    life: int = 0
+    number: int = 0
+
+
+class Desk:
+    """Args:
+        holders: Those of this rank.
+        send: Called with a holder and what it sends.
+        over: Called with a holder and a worker that is dead there: in a replay its process lives.
+
+    Attributes:
+        history: In which order the holders have handled their messages.
+    """
+
+    def __init__(
+        self,
+        holders: Mapping[Address, Holder],
+        history: History,
+        send: Callable[[Address, Outgoing], None],
+        over: Callable[[Address, int], None],
+    ) -> None:
+        self.history = history
+        self._holders, self._send, self._over = holders, send, over
+        self._turns: dict[Address, deque[Turn]] | None = None
+        self._early: dict[tuple[Address, Sender, int], dict[int, Any]] = defaultdict(dict)
+
+    def repeat(self, recorded: History) -> None:
+        """Let holders handle their messages in a recorded order."""
+        self._turns = {holder: deque(recorded.turns(holder)) for holder in self._holders}
+        for holder in self._holders:
+            self._advance(holder)
+
+    def take(self, request: Request) -> None:
+        """Let a holder handle a message: now, or in its recorded turn."""
+        if self._turns is None:
+            self._handle(request.holder, request.sender, request.message)
+            return
+        early = self._early[request.holder, request.sender, request.life]
+        early[request.number] = request.message
+        self._advance(request.holder)
+
+    def lose(self, worker: int) -> None:
+        """A worker has died; holders that live with it are gone, too."""
+        for holder in self._holders:
+            self._lose(holder, worker)
+
+    def note(self, holder: Address, entry: Entry) -> None:
+        """Something that no other process has had a part in."""
+        self.history.add(holder, entry)
+
+    def ended(self, holder: Address) -> bool:
+        """Whether a holder handles nothing any more: the end of its log, where one is repeated."""
+        return self._turns is not None and not self._turns[holder]
+
+    def missing(self) -> Sequence[int]:
+        """Workers without whose messages others are not answered."""
+        return sorted({w for holder in self._holders.values() for w in holder.missing()})
+
+    def check_handled(self) -> None:
+        """Refuse a replay that has left messages of its history out.
+
+        Raises:
+            RunError: The run was another one.
+        """
+        left = {str(h): len(turns) for h, turns in (self._turns or {}).items() if turns}
+        if left:
+            raise RunError(
+                "the run that was repeated is another one than the recorded",
+                why=f"Messages of the history that never came: {left}.",
+                fix="Repeat it with the same plan, recipe and number of steps.",
+            )
+
+    def _advance(self, holder: Address) -> None:
+        assert self._turns is not None
+        turns = self._turns[holder]
+        while turns:
+            turn = turns[0]
+            match turn.entry:
+                case Handled(sender=sender):
+                    early = self._early[holder, sender, turn.life]
+                    if turn.number not in early:
+                        return
+                    turns.popleft()
+                    self._handle(holder, sender, early.pop(turn.number))
+                case Died(worker=worker):
+                    turns.popleft()
+                    self._lose(holder, worker)
+                    self._over(holder, worker)
+                case Undone():  # noted again when the worker comes to it
+                    turns.popleft()
+                case entry:
+                    raise RunError(f"a history with {entry}", fix="Repeat it by a later version.")
+
+    def _handle(self, holder: Address, sender: Sender, message: Any) -> None:
+        self.history.note(holder, sender)
+        for sent in self._holders[holder].handle(sender, message):
+            self._send(holder, sent)
+
+    def _lose(self, holder: Address, worker: int) -> None:
+        self.history.add(holder, Died(worker))
+        for sent in self._holders[holder].lose(worker):
+            self._send(holder, sent)
