@@ -1,20 +1,26 @@
-"""ranks: workers of free runs that die or stand still; the others go on, and the history is true."""
+"""ranks: workers of free runs that die or stand still: the others go on, and can be replayed."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from test_free_workers import WAYS, data, executor, trained
+from torch import nn
 
+import headway
+from headway.plans import Synchrony
 from headway.run.distributed.world import World
 from headway.run.synchrony.free_run import FreeRun
 from headway.synchrony.history import Died, History, merged
-from test_free_workers import WAYS, executor, trained
 from support.ranks import run_ranks
 from support.sampling import sampled
 
@@ -65,3 +71,80 @@ def test_the_others_go_on_and_are_repeated_bit_by_bit(name: str, tmp_path: Path)
     repeated = run_ranks(3, again, words, tmp_path)
     assert repeated[:2] == first[:2]
     assert first[0][-1] == first[1][-1]
+
+
+def recipe(name: str, **words: Any) -> headway.Recipe:
+    return headway.Recipe(
+        name="mortal",
+        model=lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)),
+        data=data,
+        loss=nn.MSELoss(),
+        optimizer=lambda m: torch.optim.Adam(m.parameters(), lr=0.01),
+        batch=12,
+        stop="40 steps",
+        validation=data,
+        synchrony=Synchrony(**SURVIVING[name], **words),
+    )
+
+
+def same_checkpoints(one: Path, other: Path) -> bool:
+    files = sorted((one / "checkpoints").rglob("*.safetensors"))
+    assert files
+    return all(f.read_bytes() == (other / f.relative_to(one)).read_bytes() for f in files)
+
+
+@pytest.mark.parametrize(("name", "rank"), [("bounded", 2), ("pairs", 0)])
+def test_a_training_run_outlives_a_worker(name: str, rank: int, tmp_path: Path) -> None:
+    """Of pairs rank 0, too, which writes events and checkpoints while it lives."""
+    with pytest.warns(UserWarning, match=rf"worker {rank} died after step 6: 34 of its steps"):
+        found = headway.train(
+            recipe(name), processes=3, directory=tmp_path / "run",
+            faults=[f"kill rank {rank} at step 7"], restarts=0,
+        )  # fmt: skip
+    assert found.steps == 40
+    assert found.validation is not None
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert any(f"worker {rank} died" in event.get("text", "") for event in events)
+    headway.train(recipe(name), processes=3, directory=tmp_path / "again", replay=tmp_path / "run")
+    assert same_checkpoints(tmp_path / "run", tmp_path / "again")
+
+
+STILL = 1.5
+
+
+def standing(world: Any, words: dict[str, Any]) -> tuple[int, float]:
+    """Steps made before rank 2, stopped before its fourth one, goes on; all steps."""
+    run = executor(World.adopt(), **words)
+    ends: list[float] = []
+    for batch in run.batches(data(), epochs=None):
+        if world.rank == 2 and run.steps_done == 3:
+            (world.directory / "stopped").write_text(str(time.time()))
+            os.system(f"(sleep {STILL}; kill -CONT {os.getpid()}) &")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        run.step(batch)
+        ends.append(time.time())
+        time.sleep(0.01)
+        if run.steps_done == 12:
+            break
+    run.finish()
+    since = float((world.directory / "stopped").read_text())
+    return sum(end < since + 0.9 * STILL for end in ends), len(ends)
+
+
+@pytest.mark.parametrize(
+    ("words", "least", "most"),
+    [
+        ({"kind": "asynchronous", "topology": "single"}, 12, 12),
+        ({"merge": "push_sum", "kind": "asynchronous"}, 12, 12),
+        ({"kind": "bounded", "delay_bound": 3, "topology": "single"}, 6, 7),
+        ({"topology": "single"}, 3, 4),
+    ],
+    ids=["asynchronous", "gossip", "bounded", "synchronous"],
+)
+def test_a_stopped_worker_holds_up_whom_the_plan_says(
+    words: dict[str, Any], least: int, most: int
+) -> None:
+    """An asynchronous run not, a bounded one behind its bound, a synchronous one at once."""
+    found = run_ranks(3, standing, words)
+    assert [steps for _, steps in found] == [12, 12, 12]
+    assert all(least <= made <= most for made, _ in found[:2])

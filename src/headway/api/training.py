@@ -263,7 +263,14 @@ def train(
         )
         if place.found_world:
             return _train_as_rank(place, job, observer)
-        return _launch(job, ranks, restarts, scene.faults, emulated, observer)
+        guarded = known is None or _survives(known)
+        return _launch(job, ranks, restarts, scene.faults, emulated, observer, guarded=guarded)
+
+
+def _survives(plan: Plan) -> bool:
+    """Whether workers of a plan go on where another one dies."""
+    rules = plan.synchrony
+    return not (rules.by_all_reduce or rules.in_rounds or rules.kind == "synchronous")
 
 
 def _recipe_source(
@@ -402,6 +409,8 @@ def _launch(
     faults: tuple[Fault, ...] = (),
     emulated: EmulatedCluster | PacedCluster | None = None,
     observer: TrainingObserver | None = None,
+    *,
+    guarded: bool = False,
 ) -> TrainingResult:
     """Train in local workers of our own."""
     from headway.launch.local import launch_local
@@ -427,12 +436,15 @@ def _launch(
             emulated=emulated,
             on_restart=None if observer is None else observer.restarted,
             stopped_seconds=2 * job.patience_seconds or None,
+            guarded=guarded,
         )
     if result.killed:
         ranks = ", ".join(map(str, result.killed))
         warnings.warn(f"ranks {ranks} did not stop in time and were killed", stacklevel=2)
     # Of any rank that lived to say it; those that were killed said nothing.
     outcome = next((value for value in result.results if value is not None), None)
+    for text in outcome.lost if outcome else ():
+        warnings.warn(text, stacklevel=2)
     stopped_by = result.stopped_by or (outcome.stopped_by if outcome else None)
     return _result(job, outcome, stopped_by, result.attempts)
 

@@ -20,7 +20,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
@@ -47,6 +47,7 @@ from headway.launch.worker import (
     has_reported,
     noted_deaths,
     noted_leaves,
+    noted_losses,
     noted_pids,
     noted_stop,
     run_worker,
@@ -295,12 +296,14 @@ class LaunchResult:
         results: What the entry returned, by rank; None for a rank that was killed because it did
             not stop in time.
         stopped_by: Name of the signal that stopped the job, or None when it is complete.
+        lost: Ranks that have died while the others went on, and by which signal.
     """
 
     results: list[Any]
     stopped_by: str | None
     attempts: int
     killed: tuple[int, ...] = ()
+    lost: Mapping[int, str] = field(default_factory=dict)
 
 
 def launch_local(
@@ -317,6 +320,7 @@ def launch_local(
     on_restart: Callable[[int, str], None] | None = None,
     shutdown_seconds: float = SHUTDOWN_SECONDS,
     stopped_seconds: float | None = STOPPED_SECONDS,
+    guarded: bool = False,
 ) -> LaunchResult:
     """Run entry(place, *arguments) in `processes` workers; restart them as the policy decides.
 
@@ -330,6 +334,8 @@ def launch_local(
         first_attempt: Number of the first attempt (a resumed run goes on counting).
         on_restart: Called before a restart with the number of the new attempt and the reason.
         stopped_seconds: Kill a worker that stands still (SIGSTOP) for so long; None: never.
+        guarded: Where all workers note that they are free of each other (`worker.FREE`), one that a
+            signal ends, and on which the others do not depend, is left out.
 
     Returns:
         The results, also after an orderly stop by a signal (SIGTERM, Ctrl-C).
@@ -365,6 +371,7 @@ def launch_local(
                 # A secret for each attempt: a rank of an earlier one is a stranger.
                 environment={**environment, SECRET: secrets.token_hex(32)},
                 emulated=emulated,
+                guarded=guarded,
             )
             before = newest_checkpoint(directory)
             # Again: it may have been killed.
@@ -375,12 +382,13 @@ def launch_local(
                 shutdown_seconds=shutdown_seconds,
                 stopped_seconds=stopped_seconds,
             )
+            lost = noted_losses(outbox)
             history.append(
                 replace(ending, progress_before=before, progress_after=newest_checkpoint(directory))
             )
             finished = _judge(history, policy or RestartPolicy())
             if finished is not None:
-                return finished
+                return replace(finished, lost=lost)
             if aborted(history[-1]):
                 # Gloo aborts where ranks call different collectives: let torch compare them.
                 environment[DEBUG] = "DETAIL"

@@ -1,5 +1,8 @@
 """A worker process: sets up its environment, runs the entry, reports, ends; watches the others.
 
+A guarded worker is the child of the process that the agent knows: where a signal ends it and the
+others can go on without it, its guardian tells the agent nothing.
+
 A worker writes its result or failure to disk before it ends. A thread waits for the end of the
 launcher (then the worker ends at once) and of the sibling workers. When a sibling has ended without
 a result, the attempt is over: the worker has a short grace period to notice and report that itself,
@@ -76,9 +79,11 @@ def end_process(status: int, *, flush: bool = True) -> None:
 
 
 def noted_pids(outbox: Path) -> dict[int, int]:
-    """Process id of each rank that came so far as to note it."""
+    """Process id of each rank that came so far as to note it: that which the agent knows."""
     return {
-        int(path.name.partition("-")[2]): int(path.read_text()) for path in outbox.glob("pid-*")
+        int(path.name.partition("-")[2]): int(path.read_text())
+        for name in ("pid", "guardian")
+        for path in outbox.glob(f"{name}-*")
     }
 
 
@@ -109,10 +114,26 @@ def noted_stop(outbox: Path) -> str | None:
 
 
 def has_reported(outbox: Path, rank: int) -> bool:
-    """Whether a rank left a result or a failure."""
-    if (outbox / f"result-{rank:05d}").exists():
+    """Whether a rank left a result or a failure, or was lost and the others have gone on."""
+    if any((outbox / f"{name}-{rank:05d}").exists() for name in ("result", "lost")):
         return True
     return any((outbox / FAILURES_FOLDER).glob(f"attempt-*-rank-{rank:05d}.json"))
+
+
+def noted_losses(outbox: Path) -> dict[int, str]:
+    """Ranks that have died, where the others have gone on, and how."""
+    return {int(path.name.partition("-")[2]): path.read_text() for path in outbox.glob("lost-*")}
+
+
+FREE, NEEDED, ENDED = "free", "needed", "ended"
+"""Notes of a rank: it depends on no other process; on it others do; it is about to end."""
+
+
+def others_go_on(outbox: Path, rank: int, ranks: int) -> bool:
+    """Whether the others of a run go on without a rank that has died now."""
+    free = all((outbox / f"{FREE}-{each:05d}").exists() for each in range(ranks))
+    bound = any((outbox / f"{note}-{rank:05d}").exists() for note in (NEEDED, ENDED))
+    return free and not bound
 
 
 class _Watcher:
@@ -120,7 +141,7 @@ class _Watcher:
 
     def __init__(self, outbox: Path, place: LaunchEnv) -> None:
         self._outbox = outbox
-        self._rank = place.rank
+        self._rank, self._ranks = place.rank, place.ranks
         # File descriptors of processes exist on Linux only; elsewhere the launcher is watched.
         others = set(range(place.ranks)) - {place.rank} if hasattr(os, "pidfd_open") else set()
         self._unknown = others
@@ -160,12 +181,20 @@ class _Watcher:
         if (self._outbox / f"result-{rank:05d}").exists():
             return
         how = "failed" if has_reported(self._outbox, rank) else "gone"
+        # A lost one counts as reported once its guardian has noted it.
+        if (how == "gone" or self._was_lost(rank)) and others_go_on(
+            self._outbox, rank, self._ranks
+        ):
+            return
         path = self._outbox / f"gone-{rank:05d}"
         # The first note counts: deaths are ordered by it.
         if how == "gone" and not path.exists():
             with contextlib.suppress(OSError):
                 write_note(path, repr(time.time()).encode())
         threading.Timer(GRACE_SECONDS[how], self._leave).start()
+
+    def _was_lost(self, rank: int) -> bool:
+        return (self._outbox / f"lost-{rank:05d}").exists()
 
     def _leave(self) -> None:
         # Else the launcher would take this rank's end for one of its own accord.
@@ -192,6 +221,7 @@ class Job:
         entry: Called as entry(place, *arguments); a text is "module:function".
         outbox: Private directory of this attempt: results, failures, process ids.
         forkserver: Process id of the one that the workers of this attempt are forked from.
+        guarded: The others may go on where one dies.
         environment: The launcher's variables; a forkserver that ran before may have old ones.
     """
 
@@ -204,6 +234,7 @@ class Job:
     environment: Mapping[str, str]
     emulated: EmulatedCluster | PacedCluster | None = None
     forkserver: int | None = None
+    guarded: bool = False
 
 
 def run_worker(job: Job) -> None:
@@ -215,6 +246,8 @@ def run_worker(job: Job) -> None:
     _unblock_signals()
     _end_with_forkserver(job.forkserver)
     rank = int(os.environ["RANK"])
+    if job.guarded and not _in_child(job, rank):
+        return
     ending = WorkerExit(lambda error: _record_or_print(job, rank, error))
     with _exits_reported(ending):
         try:
@@ -226,6 +259,43 @@ def run_worker(job: Job) -> None:
         if stopped_by:
             # The agent is ending its workers: it will not come to collect a return value.
             end_process(STOPPED)
+        if job.guarded:
+            end_process(0)
+
+
+def _in_child(job: Job, rank: int) -> bool:
+    """Fork the worker and wait for its end; True in the worker, False when the rank has ended."""
+    guardian = os.getpid()
+    write_note(job.outbox / f"guardian-{rank:05d}", str(guardian).encode())
+    child = os.fork()
+    if child == 0:
+        _unblock_signals()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, int(signal.SIGKILL))
+        if os.getppid() != guardian:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return True
+    passed: list[int] = []
+
+    def pass_on(number: int, _: object) -> None:
+        passed.append(number)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, pass_on)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status > 0:
+        end_process(status)
+    ranks = int(os.environ["WORLD_SIZE"])
+    if status < 0 and not passed and others_go_on(job.outbox, rank, ranks):
+        write_note(job.outbox / f"lost-{rank:05d}", signal.Signals(-status).name.encode())
+    elif status < 0:
+        with contextlib.suppress(OSError):  # of SIGKILL, which has no handler
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return False
 
 
 def _run_entry(job: Job, ending: WorkerExit) -> str:
@@ -235,7 +305,12 @@ def _run_entry(job: Job, ending: WorkerExit) -> str:
     # user's modules and state. The platform's default is the first of the list.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     here = _enter_node(job) if job.emulated else LaunchEnv.here()
-    place = replace(here, emergency=ending.from_thread, meeting=job.outbox / "store")
+    place = replace(
+        here,
+        emergency=ending.from_thread,
+        meeting=job.outbox / "store",
+        shelter=job.outbox if job.guarded else None,
+    )
     watch_others(job.outbox, place)
     with _signals_noticed() as signals:
         signal.signal(signal.SIGINT, signal.default_int_handler)

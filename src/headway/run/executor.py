@@ -465,12 +465,13 @@ class Executor:
         batch = BatchSplit(
             samples=plan.batch.samples if samples is None else min(samples, plan.batch.samples),
             microbatch=plan.batch.largest(plan.data_degree),
-        ).shared_as(plan.batch, plan.data_degree)
+        )
+        alone = self.world.alone  # each process validates the whole then, for itself
         return Loader(
             source,
-            batch,
-            rank=plan.data_rank(self.world.rank),
-            ranks=plan.data_degree,
+            batch if alone else batch.shared_as(plan.batch, plan.data_degree),
+            rank=0 if alone else plan.data_rank(self.world.rank),
+            ranks=1 if alone else plan.data_degree,
             cursor=Cursor(seed=self.seed),
             # The same samples at every validation, so that their losses can be compared.
             shuffle=False,

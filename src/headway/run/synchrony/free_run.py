@@ -272,6 +272,9 @@ class FreeRun:
             self._present.discard(self._place.worker)
             self._part_last()
         self._await_others()
+        if self._world.place.shelter is not None:
+            # From here on the others may have what this rank ends with, and some not.
+            (self._world.place.shelter / f"ended-{self._place.worker:05d}").touch()
         self._desk.check_handled()
         self._adopt_common()
         for (_, peer), link in self._links.items():

@@ -70,6 +70,7 @@ class TrainingOutcome:
         metrics: Of the last validation, by name.
         best_step: Of the best validation, where the recipe monitors it.
         stopped_by: The signal that stopped the run, or None when it is complete.
+        lost: What has died while the others went on; a sentence each.
     """
 
     steps: int
@@ -78,3 +79,4 @@ class TrainingOutcome:
     metrics: Mapping[str, float] = field(default_factory=dict)
     best_step: int | None = None
     stopped_by: str | None
+    lost: tuple[str, ...] = ()

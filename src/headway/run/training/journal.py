@@ -35,7 +35,7 @@ class Journal:
         self, directory: RunDirectory, world: World, *, trace_every: int, stack: ExitStack
     ) -> None:
         attempt = world.place.attempt
-        self._world = world
+        self._world, self._events, self._stack = world, directory.events_file, stack
         self._trace_every = trace_every
         self._before: tuple[int, float] | None = None
         self._run: EventLog | None = None
@@ -44,6 +44,12 @@ class Journal:
             stack.enter_context(closing(self._run))
         self._own = EventLog(directory.rank_file(world.rank), attempt=attempt)
         stack.enter_context(closing(self._own))
+
+    def lead(self) -> None:
+        """Write the events of the run from now on: rank 0 has died."""
+        if self._run is None:
+            self._run = EventLog(self._events, attempt=self._world.place.attempt)
+            self._stack.enter_context(closing(self._run))
 
     def event(self, name: str, **values: Any) -> None:
         """An event of the run; written by rank 0, nothing elsewhere."""

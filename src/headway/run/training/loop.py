@@ -60,7 +60,11 @@ from headway.run.training.job import TrainingOutcome, TrainJob
 from headway.run.training.journal import Journal
 from headway.run.training.loggers import LoggerCallback, check_loggers
 from headway.run.training.monitor import Monitor
-from headway.run.training.run_directory import RunDirectory, describe_environment
+from headway.run.training.run_directory import (
+    RunDirectory,
+    describe_environment,
+    last_step,
+)
 from headway.synchrony.history import History, merged
 
 
@@ -81,6 +85,8 @@ class Training:
         self._directory = RunDirectory(job.directory)
         self._values: dict[str, float] = {}
         self._saved = -1
+        self._free: FreeRun | None = None
+        self._lost: list[str] = []
         # Samples used so far, where these and no number of steps decide when the run ends.
         self._used: int | None = None
 
@@ -199,11 +205,16 @@ class Training:
             world=self._world,
         )
         self._repeat_history()
+        rounds, apart = self.executor.strategy.rounds, False
+        if isinstance(rounds, FreeRun):
+            # Each has the whole model at the end: the first that is left writes it.
+            self._free, apart = rounds, True
+            rounds.history.append_to(self._history)
         self._store = CheckpointStore(
             self._directory.checkpoints,
-            rank=self._world.rank,
-            ranks=self._world.ranks,
-            group=self._world.side_group,
+            rank=0 if apart else self._world.rank,
+            ranks=1 if apart else self._world.ranks,
+            group=None if apart else self._world.side_group,
             keep=recipe.checkpoint_keep,
             late=self._job.proving,
         )
@@ -225,15 +236,35 @@ class Training:
                 why="Its workers meet in rounds: a run gives the same numbers each time.",
                 fix="Leave out --replay.",
             )
-        files = sorted(self._job.replay.iterdir())
-        run.repeat(merged(dict(enumerate(map(History.load, files)))))
+        files = sorted(self._job.replay.glob("worker-*"))
+        # Of a worker that was killed the last word may be cut off.
+        run.repeat(merged({n: History.load(file, killed=True) for n, file in enumerate(files)}))
 
-    def _save_history(self) -> None:
-        """What the next run needs to repeat this one; of a whole run only."""
-        run = self.executor.strategy.rounds
-        if isinstance(run, FreeRun):
-            self._directory.history.mkdir(exist_ok=True)
-            run.history.save(self._directory.history / f"worker-{self._world.rank:05d}")
+    @property
+    def _history(self) -> Path:
+        return self._directory.history / f"worker-{self._world.rank:05d}"
+
+    def _part(self) -> None:
+        """After the first step of workers that do not meet: from now on one may die alone."""
+        free, shelter = self._free, self._world.place.shelter
+        if free is None or not free.survives or shelter is None or self._world.alone:
+            return
+        self._world.part()
+        for name in ("needed", "free") if free.needed else ("free",):
+            (shelter / f"{name}-{self._world.rank:05d}").touch()
+
+    def _tell_losses(self, total: int) -> None:
+        """Say which workers have died, and what of their work is missing."""
+        assert self._free is not None
+        if self._job.replay is not None:
+            return
+        for worker in sorted(self._free.gone):
+            step = last_step(self._directory.rank_file(worker))
+            text = (
+                f"worker {worker} died after step {step}: {total - step} of its steps were not made"
+            )
+            self._lost.append(text)
+            self._journal.event("warning", step=self.executor.steps_done, text=text)
 
     def _cut(self) -> None:
         # Before a checkpoint is read: each rank reads only what it keeps.
@@ -326,15 +357,19 @@ class Training:
             if self._used is not None:
                 total = run.steps_done + steps_left(recipe, self._used)
                 self._view.steps = total
-            if run.steps_done == first:
+            if run.steps_done == first and self._free is not None:
+                self._part()
+            elif run.steps_done == first:
                 # Only now the optimiser has state, so that the size of a checkpoint is known.
                 tensors, _, holdings = self._contents()
                 self._store.reserve(tensors, holdings)
             # By the votes of all ranks, not by this rank's signal: all stop after the same step.
             stopping, last = run.record.votes > 0, run.steps_done == total
+            last |= self._free is not None and self._free.over
             if stopping or last:
                 run.finish()
-                self._save_history()
+                if self._free is not None:
+                    self._end_free(self._free, total)
             if stopping or last or saving.now(run.steps_done, met=run.met):
                 self._save()
             if stopping:
@@ -344,6 +379,12 @@ class Training:
             if (last or validating.now(run.steps_done, met=run.met)) and self._judge():
                 break
         return None
+
+    def _end_free(self, free: FreeRun, total: int) -> None:
+        free.history.save(self._history)
+        if free.leads:
+            self._journal.lead()
+        self._tell_losses(total)
 
     def _lacks_validation(self, total: int) -> bool:
         """Whether the checkpoint was written before the validation of the same step."""
@@ -419,6 +460,9 @@ class Training:
         self._world.doing("the checkpoint of step %d", step)
         # Running statistics differ between ranks; a checkpoint holds one set, with which all go on.
         self.executor.strategy.parameters.share_buffers()
+        if self._free is not None and not self._free.leads:
+            self._saved = step
+            return
         start = time()
         with self._storing():
             tensors, facts, holdings = self._contents()
@@ -493,6 +537,7 @@ class Training:
             metrics={name: v for name, v in self._values.items() if name != "loss"},
             best_step=None if self._monitor is None else self._monitor.best_step,
             stopped_by=stopped_by,
+            lost=tuple(self._lost),
         )
 
     def _show(self, model: torch.nn.Module) -> None:

@@ -185,6 +185,17 @@ def _next_free(name: str) -> Path:
     raise RunDirectoryTaken("no free directory name for the run", where=str(RUNS / name))
 
 
+def last_step(path: Path) -> int:
+    """The last step in the file of a rank; 0: none."""
+    rows = path.read_bytes().splitlines() if path.exists() else []
+    for line in reversed(rows):
+        with suppress(ValueError):  # the last line of a process that was killed
+            row = parse_json(line)
+            if isinstance(row, dict) and row.get("event") == "rank_step":
+                return int(row["step"])
+    return 0
+
+
 def describe_environment(*, torch_version: str, device: str, backend: str) -> dict[str, object]:
     """The machine and the versions, for environment.json."""
     from headway import __version__
