@@ -27,9 +27,7 @@ from support.sampling import sampled
 pytestmark = pytest.mark.filterwarnings("ignore:.* processes share .* CPU cores")
 
 SURVIVING = {
-    name: {"topology": "single", **words}
-    if words.get("merge") is None and name != "servers"
-    else words
+    name: {**words, "topology": "single"} if words.get("merge") is None else words
     for name, words in WAYS.items()
     if name != "servers"
 }

@@ -263,14 +263,8 @@ def train(
         )
         if place.found_world:
             return _train_as_rank(place, job, observer)
-        guarded = known is None or _survives(known)
+        guarded = known is None or known.synchrony.survives
         return _launch(job, ranks, restarts, scene.faults, emulated, observer, guarded=guarded)
-
-
-def _survives(plan: Plan) -> bool:
-    """Whether workers of a plan go on where another one dies."""
-    rules = plan.synchrony
-    return not (rules.by_all_reduce or rules.in_rounds or rules.kind == "synchronous")
 
 
 def _recipe_source(

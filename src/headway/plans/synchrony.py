@@ -211,6 +211,12 @@ class Synchrony:
         return self.kind == "synchronous" and not self.has_servers
 
     @property
+    def survives(self) -> bool:
+        """Whether workers go on where one dies on which they do not depend."""
+        free = not (self.by_all_reduce or self.in_rounds)
+        return free and (self.kind != "synchronous" or self.backup_workers > 0)
+
+    @property
     def place(self) -> Topology:
         """The topology, also where it is not given."""
         if self.topology is not None:

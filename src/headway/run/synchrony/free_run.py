@@ -212,11 +212,6 @@ class FreeRun:
         return self._place.worker == min(set(range(self._plan.workers)) - self.gone)
 
     @property
-    def survives(self) -> bool:
-        """Whether the others go on where a worker dies; with one that holds what all need, not."""
-        return self._plan.synchrony.kind != "synchronous"
-
-    @property
     def needed(self) -> bool:
         """Whether this rank has a server or the centre, without which nobody goes on."""
         return any(address.kind in _NEEDED for address in self._parts.holders)
@@ -470,7 +465,9 @@ class FreeRun:
     def _may_lose(self, peer: int) -> bool:
         """Whether this rank goes on without another."""
         places = self._parts.run.places.items()
-        return self.survives and not any(p == peer and a.kind in _NEEDED for a, p in places)
+        return self._plan.synchrony.survives and not any(
+            p == peer and a.kind in _NEEDED for a, p in places
+        )
 
     def _note_gone(self, peer: int) -> None:
         """The worker has seen the death of a process; the thread of the holders will, too."""

@@ -247,7 +247,12 @@ class Training:
     def _part(self) -> None:
         """After the first step of workers that do not meet: from now on one may die alone."""
         free, shelter = self._free, self._world.place.shelter
-        if free is None or not free.survives or shelter is None or self._world.alone:
+        if (
+            free is None
+            or not self._plan.synchrony.survives
+            or shelter is None
+            or self._world.alone
+        ):
             return
         self._world.part()
         for name in ("needed", "free") if free.needed else ("free",):
