@@ -8,7 +8,7 @@ when it arrived, and how long the rank waited for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from headway.collective.model.link_fit import ring_factor
@@ -185,6 +185,23 @@ _SPAN_KIND = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class AgreementRecord:
+    """How a worker agreed with the others in a step.
+
+    Attributes:
+        waits: Seconds by what was waited for: "bound", "server", "neighbour", "meeting".
+        staleness: Of the pushes that holders of this rank have handled: worker, and updates since
+            the version that it was computed with.
+        distance: Between two models that met here, as a share of the norm; None: none met, or it
+            was not measured.
+    """
+
+    waits: Mapping[str, float]
+    staleness: Sequence[tuple[int, int]] = ()
+    distance: float | None = None
+
+
 @dataclass(slots=True)
 class StepRecord:
     """What one step did; filled while it runs.
@@ -196,6 +213,7 @@ class StepRecord:
         spans: Seconds on the wall clock, for the timeline.
         flights: What happened to the buckets of the exchange that ended in this step (across the
             border: of the step before), in `perf_counter` seconds.
+        agreement: Of workers that do not agree at every step: what this rank saw of the others.
     """
 
     loss: float = float("nan")
@@ -205,6 +223,7 @@ class StepRecord:
     messages: list[StageMessage] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     flights: list[BucketTiming] = field(default_factory=list)
+    agreement: AgreementRecord | None = None
 
     def seconds(self, *kinds: str, lane: str = "compute") -> float:
         """Total seconds of the given kinds on one lane."""

@@ -514,6 +514,7 @@ class Strategy:
         with self.context.exchanging():
             self.rounds.step(self._count)
             record.votes = self.rounds.vote(record.votes > 0)
+        record.agreement = self.rounds.observed()
         self._schedule()
 
     def finish(self) -> None:

@@ -78,6 +78,10 @@ class Bundle:
     def __abs__(self) -> Bundle:
         return replace(self, flat=tuple(tensor.abs() for tensor in self.flat))
 
+    def norm(self) -> float:
+        """The Euclidean norm."""
+        return float(sum(float(tensor.double().square().sum()) for tensor in self.flat) ** 0.5)
+
     def max(self) -> float:
         """The largest element."""
         return max((float(tensor.max()) for tensor in self.flat if tensor.numel()), default=0.0)

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.errors import RunError
+from headway.run.synchrony.observed import Observed
 from headway.synchrony.actors import Address, Holder, Outgoing, Sender
 from headway.synchrony.history import Died, Entry, Handled, History, Turn, Undone
+from headway.synchrony.merging import Gossip, Pair, Pull
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Desk:
         holders: Those of this rank.
         send: Called with a holder and what it sends.
         over: Called with a holder and a worker that is dead there: in a replay its process lives.
+        observed: Told of models that meet here.
 
     Attributes:
         history: In which order the holders have handled their messages.
@@ -49,9 +52,11 @@ class Desk:
         history: History,
         send: Callable[[Address, Outgoing], None],
         over: Callable[[Address, int], None],
+        observed: Observed,
     ) -> None:
         self.history = history
         self._holders, self._send, self._over = holders, send, over
+        self._observed = observed
         self._turns: dict[Address, deque[Turn]] | None = None
         self._early: dict[tuple[Address, Sender, int], dict[int, Any]] = defaultdict(dict)
 
@@ -124,6 +129,9 @@ class Desk:
 
     def _handle(self, holder: Address, sender: Sender, message: Any) -> None:
         self.history.note(holder, sender)
+        if isinstance(message, Pull | Pair | Gossip):
+            replica: Any = getattr(self._holders[holder], "replica")  # noqa: B009
+            self._observed.met(replica.read, message.model)
         for sent in self._holders[holder].handle(sender, message):
             self._send(holder, sent)
 

@@ -37,9 +37,11 @@ from torch.optim import Optimizer
 from headway.channel.channel import Channel, wait_any
 from headway.errors import HeadwayError, PeerLost, Stalled
 from headway.plans import Plan
+from headway.run.step.record import AgreementRecord
 from headway.run.synchrony.bundle import Bundle
 from headway.run.synchrony.desk import Desk, Request
 from headway.run.synchrony.messages import MessageLink, MessageReader
+from headway.run.synchrony.observed import Observed
 from headway.run.synchrony.replica import (
     InitialShare,
     ModelReplica,
@@ -177,6 +179,8 @@ class FreeRun:
         self._parts = _Parts(plan, place.worker, named, optimizer)
         self._replayed: History | None = None
         self._undone: set[tuple[int, int, int]] = set()
+        self._observed = Observed()
+        self._stale_seen: dict[Address, int] = {}
         self._desk = self._new_desk(History())
         self._steps = 0
         self._finished = False
@@ -194,7 +198,7 @@ class FreeRun:
         self._links: dict[tuple[str, int], MessageLink] = {}
 
     def _new_desk(self, history: History) -> Desk:
-        return Desk(self._parts.holders, history, self._send_on, self._tell_over)
+        return Desk(self._parts.holders, history, self._send_on, self._tell_over, self._observed)
 
     @property
     def inside(self) -> dist.ProcessGroup | None:
@@ -253,6 +257,16 @@ class FreeRun:
     def pass_over(self) -> None:
         """Leave a step out that is closed."""
         self._steps += 1
+
+    def observed(self) -> AgreementRecord:
+        """What this rank has seen of the others since it was last asked."""
+        fresh: list[tuple[int, int]] = []
+        with self._holding:
+            for address, holder in self._parts.holders.items():
+                every: Sequence[tuple[int, int]] = getattr(holder, "staleness", ())
+                fresh += every[self._stale_seen.get(address, 0) :]
+                self._stale_seen[address] = len(every)
+            return self._observed.taken(fresh)
 
     def finish(self) -> None:
         """After the last step: all workers that are left end with one model; collective."""
@@ -314,7 +328,8 @@ class FreeRun:
             wanted = seat.resume(result)
             while wanted is None and not seat.ended:
                 assert seat.waits is not None
-                answer = self._answer(seat.awaits(seat.waits))
+                with self._observed.waiting(seat.waits.cause):
+                    answer = self._answer(seat.awaits(seat.waits))
                 if seat.answer(answer.holder, answer.value):
                     wanted = seat.go_on()
         except _LifeOver:

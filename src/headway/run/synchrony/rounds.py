@@ -22,7 +22,9 @@ from torch import Tensor
 from headway.channel.gloo_listeners import drop_later_connections
 from headway.errors import RunError
 from headway.plans import Plan
+from headway.run.step.record import AgreementRecord
 from headway.run.synchrony.bundle import Bundle
+from headway.run.synchrony.observed import Observed
 from headway.run.synchrony.replica import ModelReplica
 from headway.synchrony import merging, mixing
 from headway.synchrony.actors import Address, Gradient, Sender
@@ -102,6 +104,7 @@ class RoundsRun:
         self._awaited: deque[_Awaited] = deque()
         self._sends: list[tuple[dist.Work, Bundle]] = []
         self._wishes = False
+        self._observed = Observed()
         self._vote: tuple[Tensor, dist.Work] | None = None
 
     @property
@@ -155,6 +158,10 @@ class RoundsRun:
             self._replica.write(self.common.at)
         self.met, self._seat = True, None
 
+    def observed(self) -> AgreementRecord:
+        """What this rank has seen of the others since it was last asked."""
+        return self._observed.taken()
+
     def vote(self, wishes: bool) -> int:
         """How many workers wish to stop, as all of them know it at the same step; 0 between.
 
@@ -179,7 +186,9 @@ class RoundsRun:
         """Resume the program up to the next gradient, or its end."""
         wanted = seat.resume(result)
         while wanted is None and not seat.ended:
-            came = self._received()
+            assert seat.waits is not None
+            with self._observed.waiting(seat.waits.cause):
+                came = self._received()
             if seat.answer(came.holder, came.finish()):
                 wanted = seat.go_on()
 

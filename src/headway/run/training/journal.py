@@ -84,6 +84,7 @@ class Journal:
             data=waited,
             update=record.seconds("update"),
             memory_bytes=resident_bytes(self._world.device),
+            **_agreement(batch, record),
         )
         if self._traces(step):
             self._trace(step, record, waited, offset)
@@ -170,6 +171,20 @@ class Journal:
     def _show(self, message: Warning | str, *_: Any, **__: Any) -> None:
         log = self._own if self._run is None else self._run
         log.write("warning", text=str(message))
+
+
+def _agreement(batch: RankBatch, record: StepRecord) -> dict[str, Any]:
+    """What a worker that does not agree with the others at every step has made and seen."""
+    seen = record.agreement
+    if seen is None:
+        return {}
+    return {
+        "loss": record.loss,
+        "samples": sum(len(micro.positions) for micro in batch.micros),
+        "waits": {cause: round(seconds, 6) for cause, seconds in seen.waits.items()},
+        "staleness": list(seen.staleness),
+        "distance": seen.distance,
+    }
 
 
 def _wire_bytes(record: StepRecord) -> int:
