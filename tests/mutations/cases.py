@@ -232,6 +232,16 @@ def local_copies() -> Recipe:
     return meeting("local-copies", copies=2)
 
 
+@case(4, steps=5)
+def worker_shards() -> Recipe:
+    return replace(meeting("worker-shards", copies=2), zero=3)
+
+
+@case(4, steps=5)
+def worker_stages() -> Recipe:
+    return replace(meeting("worker-stages"), stages=2, clip=0.1)
+
+
 @case(3, steps=5)
 def elastic_rounds() -> Recipe:
     return meeting("elastic-rounds", merge="elastic", alpha=0.3, beta=0.2)

@@ -12,10 +12,18 @@ from torch.utils.data import TensorDataset
 
 import headway
 from headway.errors import PlanError, UsageError
-from headway.plans import Synchrony, data_parallel
+from headway.plans import (
+    ExchangePlan,
+    LayerSplit,
+    PipelinePlan,
+    Synchrony,
+    data_parallel,
+    pipelined,
+)
 from headway.run.distributed.world import World
 from support.ranks import run_ranks
 from support.sampling import sampled
+from support.tiny_models import Sentences, Tied, ignoring_a_word
 
 # Four workers on two cores; see `launch.preflight`.
 pytestmark = pytest.mark.filterwarnings("ignore:.* processes share .* CPU cores")
@@ -78,6 +86,66 @@ def test_every_worker_does_what_one_process_makes_of_it(name: str) -> None:
     assert len(verdict.runs[0].comparison.differences) > 100
 
 
+def images() -> TensorDataset:
+    draw = torch.Generator().manual_seed(1)
+    return TensorDataset(
+        torch.randn(46, 2, 8, 8, generator=draw), torch.randn(46, 3, generator=draw)
+    )
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3),
+    )  # fmt: skip
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1))
+
+
+TIED: dict[str, Any] = {
+    "model": Tied, "data": lambda: Sentences(46), "loss": ignoring_a_word,
+}  # fmt: skip
+NORMALISED: dict[str, Any] = {"model": normalised, "batch": 16, "drop_last": True}
+IMAGES: dict[str, Any] = {"model": convolutions, "data": images}
+WITHOUT_FLUSH: dict[str, Any] = {"stages": 2, "pipeline": PipelinePlan(schedule="pipedream")}
+# How the ranks of a worker share its work: a way of `WAYS`, ranks, and the recipe's options.
+INSIDE: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "optimiser in parts": ("local", 4, {"zero": 1}),
+    "gradients in parts": ("diloco", 4, {"zero": 2}),
+    "parameters in parts": ("elastic", 4, {"zero": 3}),
+    "three workers in parts": ("exponential", 6, {"zero": 3}),
+    "hybrid": ("kept", 8, {"zero": 2, "shards": 2}),
+    "stages": ("post-local", 4, {"stages": 2}),
+    "small micro-batches": ("diloco", 4, {"stages": 2, "microbatch": 2}),
+    "chimera": ("kept", 4, {"stages": 2, "pipeline": PipelinePlan(schedule="chimera")}),
+    "stages, elastic": ("elastic", 4, {"stages": 2}),
+    "stages, ring": ("ring", 6, {"stages": 2}),
+    "tied stages": ("reset", 6, {"stages": 2, **TIED}),
+    "stages with statistics": ("ring", 4, {"stages": 2, "microbatch": 4, **NORMALISED}),
+    "stages in parts": ("slow momentum", 8, {"stages": 2, "zero": 3}),
+    "tied stages in parts": ("elastic", 8, {"stages": 2, "zero": 2, **TIED}),
+    "layers": ("diloco", 4, {"split": LayerSplit(tensor=(2,))}),
+    "layers, ring": ("ring", 4, {"split": LayerSplit(tensor=(2,))}),
+    "layers in parts": ("elastic", 8, {"split": LayerSplit(tensor=(2,)), "zero": 3}),
+    "layers of stages": ("local", 8, {"split": LayerSplit(tensor=(2,)), "stages": 2}),
+    "samples": ("diloco", 4, {"split": LayerSplit(spatial=(2,)), **IMAGES}),
+    "samples of stages": ("ring", 8, {"split": LayerSplit(spatial=(2,)), "stages": 2, **IMAGES}),
+}
+
+
+@pytest.mark.parametrize("name", sampled(list(INSIDE), 3))
+def test_workers_may_be_groups_that_hold_a_model_together(name: str) -> None:
+    way, ranks, options = INSIDE[name]
+    copies = 1 if "zero" not in options else 4 if "shards" in options else 2
+    rules = Synchrony(**WAYS[way], copies=copies)
+    verdict = headway.verify(recipe(rules, **options), processes=ranks, steps=5)
+    verdict.check()
+    assert "all workers equal" in repr(verdict)
+    assert len(verdict.runs[0].comparison.differences) > 100
+
+
 def executor(world: World, **words: Any) -> headway.Executor:
     torch.manual_seed(0)
     net = model()
@@ -90,6 +158,33 @@ def executor(world: World, **words: Any) -> headway.Executor:
         ),
         world=world,
     )
+
+
+def one_model_in_a_validation(world: Any) -> None:
+    torch.manual_seed(0)
+    net = normalised()
+    run = headway.Executor(
+        net,
+        torch.optim.Adam(net.parameters(), lr=0.01),
+        loss=headway.criterion(nn.MSELoss()),
+        plan=pipelined(
+            16, processes=4, stages=2, precision="float64", synchrony=Synchrony(merge="mean")
+        ),
+        world=World.adopt(),
+    )
+    for batch in run.batches(data(), drop_last=True):
+        run.step(batch)
+    told = run.validate(data())["loss"]
+    with run.whole() as whole, torch.no_grad():
+        if run.world.rank == 0:
+            inputs, targets = (column.double() for column in data().tensors)
+            expected = nn.functional.mse_loss(whole.eval()(inputs), targets)
+            assert abs(told - float(expected)) < 1e-12
+    run.close()
+
+
+def test_workers_that_have_met_validate_one_model_with_its_statistics() -> None:
+    run_ranks(4, one_model_in_a_validation)
 
 
 DILOCO = WAYS["diloco"]
@@ -148,8 +243,8 @@ def test_training_saves_and_validates_when_workers_have_met(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("words", "options", "told"),
     [
-        ({"merge": "mean"}, {"stages": 2}, "stages with workers"),
-        ({"merge": "mean"}, {"zero": 3}, "memory.zero 3 with workers"),
+        ({"merge": "mean"}, WITHOUT_FLUSH, "without a flush stages are updated"),
+        ({"merge": "mean"}, {"exchange": ExchangePlan(priority=True)}, "priority with workers"),
         ({"merge": "mean", "topology": "master"}, {}, "taken by an all-reduce"),
         ({"kind": "asynchronous", "copies": 2}, {}, "workers of several ranks"),
         ({"merge": "penalty", "kind": "soft_bounded"}, {}, "synchrony"),

@@ -134,6 +134,12 @@ class Plan:
         """Groups of ranks that agree with each other as `synchrony` says."""
         return self.mesh.degree(WORKER_AXIS)
 
+    def worker_ranks(self, rank: int) -> range:
+        """The ranks of a rank's worker; where all agree at every step, all ranks."""
+        inner = self.ranks // self.workers
+        first = rank // inner * inner
+        return range(first, first + inner)
+
     @property
     def copies(self) -> int:
         """Copies of the model, whole or sharded, that agree at every step."""
@@ -568,10 +574,13 @@ def _unsupported_synchrony(plan: Plan) -> Iterator[str]:
         yield 'synchrony.topology "master": the mean is taken by an all-reduce; leave it out'
     if synchrony.compress != "none":
         yield f'synchrony.compress "{synchrony.compress}": models travel whole'
+    if not plan.flushes:
+        yield (
+            f"a pipeline of {plan.pipeline.schedule} with workers that do not agree at every step "
+            f"({synchrony}): without a flush stages are updated at different times, and there is "
+            "no moment at which a worker has one model to meet with; 1f1b has one"
+        )
     for what, found in (
-        ("stages", plan.pipe_degree > 1),
-        ("split", plan.group_degree > 1),
-        (f"memory.zero {plan.memory.zero}", plan.memory.zero > 0),
         ("exchange.priority", plan.exchange.priority),
         ("exchange.values updates", plan.exchange.values == "updates"),
     ):

@@ -135,7 +135,8 @@ class Synchrony:
         period_down: The same, to the children.
         weights: Of "neighbour": the mixing matrix W, row by row, in place of the topology's own.
         compress: A compressor for what travels between workers.
-        copies: Data-parallel copies of the model inside each worker, which agree at every step.
+        copies: Data-parallel copies of the model inside each worker, which agree at every step;
+            with `memory.zero` they keep the model together.
     """
 
     kind: Kind = "synchronous"

@@ -152,7 +152,7 @@ def compile_step(
     """
     if plan.pipe_degree > 1:
         limit: list[Kind] = ["clip"] if clip else []
-        ending: list[Kind] = ["scale", *limit, "update"] if plan.flushes else ["settle"]
+        ending: list[Kind] = ["scale", *limit, _update(plan)] if plan.flushes else ["settle"]
         kinds: list[Kind] = ["clear", "pipeline", "tally", *ending]
         return StepProgram(tuple(map(Instruction, kinds)))
     together = plan.memory.zero > 0 or plan.batch.norm == "global"
@@ -180,14 +180,17 @@ def compile_step(
 def _ending(plan: Plan, together: bool, updates: bool, clip: bool) -> list[Kind]:
     """What follows the last backward pass."""
     priority = plan.exchange.priority
-    update: Kind = "update" if plan.synchrony.by_all_reduce else "agree"
     if updates:
         return ["propose", "send", "receive", "adopt"] if together else ["propose", "adopt"]
     if together and priority and not clip:  # a clipped norm needs all gradients together
         return ["send", "release"]
     arrive: list[Kind] = ["send", "receive"] if together else []
     limit: list[Kind] = ["clip"] if clip else []
-    return [*arrive, "scale", *limit, update]
+    return [*arrive, "scale", *limit, _update(plan)]
+
+
+def _update(plan: Plan) -> Kind:
+    return "update" if plan.synchrony.by_all_reduce else "agree"
 
 
 def _microbatch(number: int, *, idle: bool) -> list[Instruction]:

@@ -33,7 +33,7 @@ from headway.optim.layerwise import Layerwise
 from headway.plans import ExchangePlan, Plan, data_parallel
 from headway.run.distributed import replica_sync
 from headway.run.distributed.launch_env import LaunchEnv
-from headway.run.distributed.process_groups import gather_to_rank0
+from headway.run.distributed.process_groups import gather_to_first
 from headway.run.distributed.world import World
 from headway.run.executor import Executor, Kind
 from headway.run.recipe.batch_units import resolve_batch
@@ -55,7 +55,7 @@ from headway.verification.recording import (
 from headway.verification.reference.epochs import reference_epochs
 from headway.verification.reference.recipes import check_plan
 from headway.verification.serial_run import save_cut
-from headway.verification.worker_run import by_worker, workers_file
+from headway.verification.worker_run import by_worker, worker_name, workers_file
 
 TensorsByKind = dict[str, dict[str, Tensor]]
 
@@ -407,7 +407,7 @@ class RecordedRun:
             return True
         if not self._plan.synchrony.by_all_reduce:
             self._take_workers(step, loss, self._run.strategy.count, numbers)
-            return True
+            return self._same_in_workers(step)
         self._recorder.take(step, loss, numbers, self._run.record.norm)
         held = self._run.strategy.parameters
         return self._same_everywhere(step, held.named, held.away)
@@ -426,12 +426,26 @@ class RecordedRun:
         }
         told = gather_facts((loss, count))
         found: dict[str, dict[str, Tensor]] = {}
-        for key, value in gather_to_rank0(flat, world).items():
+        for key, value in gather_to_first(flat, world).items():
             kind, _, name = key.partition("/")
             found.setdefault(kind, {})[name] = value
         counted = [(mean, count) for mean, count in told[::inner] if count]
         total = sum(mean * count for mean, count in counted)
         self._recorder.take(step, total / sum(count for _, count in counted), found)
+
+    def _same_in_workers(self, step: int) -> bool:
+        """Whether all copies of a worker's model are the same after a step; collective."""
+        # Copies of a parameter in several stages are averaged in messages of their own, whose sums
+        # may be taken in another order; a copy that is wrong shows in the next gradient.
+        if self._plan.ranks == self._plan.workers or self._plan.pipe_degree > 1:
+            return True
+        held, first = self._run.strategy.parameters, self._plan.worker_ranks(self._world.rank)[0]
+        worker = first * self._plan.workers // self._plan.ranks
+        own = replica_sync.checksums(held.named, held.away)
+        found = self._apart_in({worker_name(worker, name): n for name, n in own.items()})
+        for name, ranks in found.items():
+            self._apart[f"{step}/parameter/{name.partition(' at ')[0]}"] = ranks
+        return not found
 
     def _finish_workers(self, step: int) -> None:
         """Record the model that all workers end with."""
@@ -444,7 +458,8 @@ class RecordedRun:
         kinds = ["parameter"]
         if self._plan.synchrony.central:
             kinds.append("optimizer")  # of the servers
-        self._take_workers(step + 1, 0.0, 1.0, {kind: ends[kind] for kind in kinds})
+        # A pipeline's are complete on the first rank of each worker.
+        self._take_workers(step + 1, 0.0, 1.0, {kind: ends.get(kind, {}) for kind in kinds})
 
     def _take_crossing(self) -> None:
         """With priority: all steps of which all updates have been made."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -14,6 +14,7 @@ from headway.comm.backend.process_group import register_state_backend
 from headway.plans import Plan
 from headway.plans.layer_split import TENSOR
 from headway.plans.plan import SHARD_AXIS
+from headway.plans.synchrony import WORKER_AXIS
 from headway.plans.tensor_layout import TensorGrid
 
 
@@ -48,6 +49,8 @@ def grid_axes(grid: TensorGrid) -> dict[str, int]:
 def state_mesh(plan: Plan, device: torch.device, timeout: timedelta | None = None) -> DeviceMesh:
     """The ranks that shard the state together: one dim, or copies x shards; collective.
 
+    Where workers do not agree at every step, those of this rank's worker.
+
     On CPUs their groups are of the backend "headway": FSDP2 scatters sums and gathers, for which
     Gloo sends twice as much, or in one direction at a time (`benchmarks/sharded_state.py`).
 
@@ -60,25 +63,30 @@ def state_mesh(plan: Plan, device: torch.device, timeout: timedelta | None = Non
     lines: dict[int, list[int]] = {}
     for rank in range(plan.ranks):
         lines.setdefault(plan.mesh.coordinate(rank).get(SHARD_AXIS, 0), []).append(rank)
-    grid = torch.tensor([lines[part] for part in range(parts)], dtype=torch.int).T.contiguous()
+    ranks = torch.tensor([lines[part] for part in range(parts)], dtype=torch.int).T.contiguous()
     names = ("data",) if parts == 1 else ("data", SHARD_AXIS)
-    if parts == 1:
-        grid = grid.reshape(-1)
+    # The ranks of a worker follow each other.
+    grids = [grid.squeeze(1) if parts == 1 else grid for grid in ranks.chunk(plan.workers)]
     # Another default group (NCCL, a fake one, the user's own "headway") is what the mesh takes.
     if device.type != "cpu" or dist.get_backend() != "gloo":
         with drop_later_connections():
-            return DeviceMesh(device.type, grid, mesh_dim_names=names)
-    own = [_own_group(rows, timeout) for rows in _lines_of(grid)]
+            if plan.workers == 1:
+                return DeviceMesh(device.type, grids[0], mesh_dim_names=names)
+            every = torch.stack(grids)
+            return DeviceMesh(device.type, every, mesh_dim_names=(WORKER_AXIS, *names))[names]
+    own = [_own_group(rows, timeout) for rows in _lines_of(grids)]
+    worker = plan.mesh.coordinate(dist.get_rank()).get(WORKER_AXIS, 0)
     return DeviceMesh.from_group(
-        own if parts > 1 else own[0], device.type, mesh=grid, mesh_dim_names=names
+        own if parts > 1 else own[0], device.type, mesh=grids[worker], mesh_dim_names=names
     )
 
 
-def _lines_of(grid: torch.Tensor) -> list[list[list[int]]]:
-    """For each dim of a grid of ranks the ranks that differ in it alone."""
-    if grid.dim() == 1:
-        return [[grid.tolist()]]
-    return [grid.T.tolist(), grid.tolist()]
+def _lines_of(grids: Sequence[torch.Tensor]) -> list[list[list[int]]]:
+    """For each dim of some grids of ranks the ranks of one grid that differ in it alone."""
+    if grids[0].dim() == 1:
+        return [[grid.tolist() for grid in grids]]
+    every = torch.stack(list(grids))
+    return [every.mT.flatten(0, 1).tolist(), every.flatten(0, 1).tolist()]
 
 
 def _own_group(rows: list[list[int]], timeout: timedelta | None) -> dist.ProcessGroup:

@@ -1,6 +1,6 @@
 """Process groups of a plan's exchange, and tensors sent from one rank to another.
 
-`gather_to_rank0` and `copy_to_holders` use the default group, from the main thread only, because
+`gather_to_first` and `copy_to_holders` use the default group, from the main thread only, because
 the side group belongs to a checkpoint that may be written meanwhile.
 """
 
@@ -58,20 +58,26 @@ def find_nodes(world: World) -> Nodes:
     return Nodes.of([str(name) for name in names])
 
 
-def gather_to_rank0(own: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
-    """All tensors on rank 0, one after the other; nothing on the other ranks.
+def gather_to_first(
+    own: Mapping[str, Tensor], world: World, ranks: Sequence[int] | None = None
+) -> dict[str, Tensor]:
+    """All tensors of some ranks on the first of them, one after the other; nothing on the others.
+
+    Collective over all ranks.
 
     Args:
-        own: Name -> tensor, dense; a name is given by one rank only.
+        own: Name -> tensor, dense; a name is given by one of the ranks only.
+        ranks: Those of this rank's worker; None: all.
     """
+    first, *others = range(world.ranks) if ranks is None else ranks
     told = {name: (t.shape, t.dtype, t.device.type == "cpu") for name, t in own.items()}
     forms = gather_facts(told)
-    found = dict(own) if world.rank == 0 else {}
-    for rank in range(1, world.ranks):
+    found = dict(own) if world.rank == first else {}
+    for rank in others:
         for name, (shape, dtype, on_host) in forms[rank].items():
             if world.rank == rank:
-                dist.send(_packed([own[name]], world.device), dst=0)
-            elif world.rank == 0:
+                dist.send(_packed([own[name]], world.device), dst=first)
+            elif world.rank == first:
                 received = torch.empty(shape, dtype=dtype, device=world.device)
                 _receive([received], rank, world.device)
                 found[name] = received.cpu() if on_host else received

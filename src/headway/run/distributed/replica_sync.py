@@ -54,13 +54,19 @@ def sync_initial_state(model: nn.Module, world: World) -> None:
             dist.broadcast(tensors[name].data, src=0)
 
 
-def broadcast_buffers(model: nn.Module, world: World) -> None:
-    """Give every rank the buffers of rank 0; running statistics differ between shares."""
+def broadcast_buffers(
+    model: nn.Module, world: World, group: dist.ProcessGroup | None = None
+) -> None:
+    """Give every rank the buffers of the first one; running statistics differ between shares.
+
+    Args:
+        group: Its ranks; None: all.
+    """
     if world.alone:
         return
     with world.explained("sharing the model's buffers"):
         for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)
+            dist.broadcast(buffer, group=group, group_src=0)
 
 
 def _same_shape(tensors: Mapping[str, Tensor], world: World) -> None:

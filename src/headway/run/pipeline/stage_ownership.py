@@ -177,12 +177,16 @@ class ParameterOwnership:
         """The parameters whose gradient this rank computes."""
         return tuple(name for name, ranks in self.trainers.items() if self.rank in ranks)
 
+    def varies(self, name: str) -> bool:
+        """Whether a tensor may differ between the ranks that hold it."""
+        # Where all holders train it, their gradients are summed and the copies stay equal.
+        return self.holders[name] != self.trainers.get(name)
+
     def copied(self) -> dict[tuple[int, int], list[str]]:
         """Tensors that may differ from the owner's, mostly buffers: (owner, holder) -> names."""
         found: dict[tuple[int, int], list[str]] = {}
         for name, (owner, *others) in sorted(self.holders.items()):
-            # Where all holders train it, their gradients are summed and the copies stay equal.
-            if self.holders[name] != self.trainers.get(name):
+            if self.varies(name):
                 for rank in others:
                     found.setdefault((owner, rank), []).append(name)
         return dict(sorted(found.items()))

@@ -38,7 +38,7 @@ from headway.plans.pipeline import PIPE_AXIS
 from headway.plans.plan import SHARD_AXIS
 from headway.run.distributed import replica_sync
 from headway.run.distributed.device_mesh import grid_axes
-from headway.run.distributed.process_groups import copy_to_holders, gather_to_rank0
+from headway.run.distributed.process_groups import copy_to_holders, gather_to_first
 from headway.run.distributed.world import broadcast_from_rank0
 from headway.run.recipe.recipe import Loss
 from headway.run.step.memory import (
@@ -79,6 +79,11 @@ class HeldParameters(ABC):
     def away(self) -> frozenset[Tensor]:
         """Parameters and buffers that other ranks hold, and this one does not."""
 
+    @property
+    def updated(self) -> Mapping[str, nn.Parameter]:
+        """Those of `named` that this rank's optimiser updates."""
+        return self.named
+
     def follow(self) -> None:
         """Adopt what the user has frozen or thawed."""
         if self.layers is not None:
@@ -99,7 +104,10 @@ class HeldParameters(ABC):
 
     @abstractmethod
     def complete(self, numbers: TensorsByKind) -> TensorsByKind:
-        """The tensors of all parameters, whole and of all ranks, on rank 0; collective."""
+        """The tensors of all parameters, whole and of all ranks, on rank 0; collective.
+
+        Where workers do not agree at every step: each worker's on its first rank.
+        """
 
     @abstractmethod
     def gather_whole(self) -> None:
@@ -110,8 +118,12 @@ class HeldParameters(ABC):
         """Undo `gather_whole`."""
 
     @abstractmethod
-    def share_buffers(self) -> None:
-        """Give all ranks the buffers of one; running statistics differ between shares."""
+    def share_buffers(self, among: dist.ProcessGroup | None = None) -> None:
+        """Give ranks the buffers of one; running statistics differ between shares.
+
+        Args:
+            among: The ranks of a worker; None: all ranks, of which all workers get those of one.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -145,8 +157,8 @@ class WholeParameters(HeldParameters):
     def release_whole(self) -> None:
         pass
 
-    def share_buffers(self) -> None:
-        replica_sync.broadcast_buffers(self.whole, self._world)
+    def share_buffers(self, among: dist.ProcessGroup | None = None) -> None:
+        replica_sync.broadcast_buffers(self.whole, self._world, among)
 
     def close(self) -> None:
         pass
@@ -223,8 +235,8 @@ class ShardedParameters(HeldParameters):
     def release_whole(self) -> None:
         self.whole = self._model
 
-    def share_buffers(self) -> None:
-        replica_sync.broadcast_buffers(self._model, self._context.world)
+    def share_buffers(self, among: dist.ProcessGroup | None = None) -> None:
+        replica_sync.broadcast_buffers(self._model, self._context.world, among)
 
     def close(self) -> None:
         pass
@@ -379,10 +391,21 @@ class StageParameters(HeldParameters):
     # -- to the strategy -------------------------------------------------------------------------
 
     @property
+    def _ranks(self) -> range:
+        """Those that have the model together."""
+        return self._plan.worker_ranks(self._context.world.rank)
+
+    @property
     def away(self) -> frozenset[Tensor]:
         if self.ownership is None:
             return frozenset()
         return frozenset(t for name, t in self._tensors().items() if not self.ownership.holds(name))
+
+    @property
+    def updated(self) -> Mapping[str, nn.Parameter]:
+        if self.ownership is None:
+            return self.named
+        return {name: self.named[name] for name in self.ownership.trained}
 
     def clear(self) -> None:
         if self.layers is not None:
@@ -403,13 +426,13 @@ class StageParameters(HeldParameters):
             # one as often as it has copies.
             square += norm.square() * shard_count(gradient) / holders
         with self._context.exchanging():
-            dist.all_reduce(square)
+            dist.all_reduce(square, group=self._context.inside)
         return limit_norm(float(square), gradients.values(), limit)
 
     def complete(self, numbers: TensorsByKind) -> TensorsByKind:
         found: dict[str, dict[str, Tensor]] = {}
         with self._context.exchanging():
-            gathered = gather_to_rank0(self._owned(numbers), self._context.world)
+            gathered = gather_to_first(self._owned(numbers), self._context.world, self._ranks)
         for key, tensor in gathered.items():
             kind, _, name = key.partition("/")
             found.setdefault(kind, {})[name] = tensor
@@ -439,11 +462,11 @@ class StageParameters(HeldParameters):
                 self._shards.gather()
             tensors = self._tensors()
             own = {name: tensor for name, tensor in tensors.items() if self.ownership.owns(name)}
-            found = gather_to_rank0(own, self._context.world)
+            found = gather_to_first(own, self._context.world, self._ranks)
         for name in (name for name in found if not self.ownership.holds(name)):
             # Through `.data`: the optimiser, hooks and tied modules keep the same parameter object.
             tensors[name].data = found[name].data
-        self._guard.lifted = self._context.world.rank == 0
+        self._guard.lifted = self._context.world.rank == self._ranks[0]
 
     def _make_copy(self) -> None:
         # A second model, as in `ShardedParameters`.
@@ -451,7 +474,7 @@ class StageParameters(HeldParameters):
         tensors = {**self.named, **dict(self._model.named_buffers())}
         with torch.no_grad():
             found = self.complete({"": tensors})
-        if self._context.world.rank == 0:
+        if self._context.world.rank == self._ranks[0]:
             self.whole = fill_meta_copy(form, self._model, self.named, found[""])
 
     def release_whole(self) -> None:
@@ -465,10 +488,20 @@ class StageParameters(HeldParameters):
             # Else the state of a released parameter would keep its memory.
             self._optimizer.state.pop(tensor, None)
 
-    def share_buffers(self) -> None:
+    def share_buffers(self, among: dist.ProcessGroup | None = None) -> None:
         if self.ownership is not None:
+            tensors, world = self._tensors(), self._context.world
             with self._context.exchanging(), torch.no_grad():
-                copy_to_holders(self.ownership.copied(), self._tensors(), self._context.world)
+                copy_to_holders(self.ownership.copied(), tensors, world)
+                if among is None:
+                    copy_to_holders(self._of_first_worker(self.ownership), tensors, world)
+
+    def _of_first_worker(self, ownership: ParameterOwnership) -> dict[tuple[int, int], list[str]]:
+        """What the ranks at this one's place in other workers get of that in the first one."""
+        names = [n for n in sorted(ownership.holders) if ownership.holds(n) and ownership.varies(n)]
+        place = ownership.rank - self._ranks[0]
+        others = range(place, self._plan.ranks, len(self._ranks))[1:]
+        return {(place, other): names for other in others if names}
 
     def _tensors(self) -> dict[str, Tensor]:
         return dict((*self._model.named_parameters(), *self._model.named_buffers()))
@@ -522,7 +555,7 @@ def sharded_rows(
     if mesh.degree(SHARD_AXIS) > 1:
         apart = tuple(name for name in mesh.names if name != SHARD_AXIS)
     else:
-        apart = (PIPE_AXIS,) if plan.memory.zero == 3 and plan.data_degree > 1 else ()
+        apart = (PIPE_AXIS,) if plan.memory.zero == 3 and plan.copies > 1 else ()
     for name, ranks in ownership.trainers.items():
         # What a rank holds for evaluation only, and what has no rows, stays whole.
         here = ownership.rank in ranks and set(ranks) == set(ownership.holders[name])

@@ -38,6 +38,7 @@ class StepContext:
         doing: "step 12".
         remarks: Sentences for the journal about changes of the exchange.
         waiting: Lines that say what a broken exchange waits for.
+        inside: The ranks that agree at every step; None: all.
     """
 
     def __init__(self, world: World) -> None:
@@ -47,6 +48,7 @@ class StepContext:
         self.doing = ""
         self.remarks: list[str] = []
         self.waiting: Callable[[], Iterable[str]] = tuple
+        self.inside: dist.ProcessGroup | None = None
 
     def wait_for(self, text: str, *arguments: object) -> None:
         """Note what this rank is about to wait for."""

@@ -461,7 +461,7 @@ class Strategy:
                 vote=vote,
                 device=self.context.world.device,
                 together=self.context.world.ranks > self._setup.plan.workers,
-                group=None if self.rounds is None else self.rounds.inside,
+                group=self.context.inside,
                 same=fact.numbers if fact else (),
             )
 
@@ -653,39 +653,37 @@ def make_strategy(setup: TrainingSetup, forward: ForwardPass) -> Strategy:
         return _pipeline_parallel(setup, forward)
     if plan.split.tensor:
         return _tensor_parallel(setup, forward)
-    if not plan.synchrony.by_all_reduce:
-        return _workers(setup)
-    return _sharded(setup) if plan.memory.zero and plan.ranks > 1 else data_parallel_strategy(setup)
+    # With a single rank in each worker there is nobody to keep the state together with.
+    if plan.memory.zero and plan.ranks > plan.workers:
+        return _sharded(setup)
+    return data_parallel_strategy(setup)
 
 
 def data_parallel_strategy(setup: TrainingSetup) -> Strategy:
     """The strategy of ranks that have the whole model and sum gradients in buckets."""
     context = StepContext(setup.world)
-    return Strategy(
-        setup,
-        context,
-        parameters=WholeParameters(setup.model, context),
-        reducer=_bucket_reducer(setup, context),
-    )
-
-
-def _workers(setup: TrainingSetup) -> Strategy:
-    """The strategy of workers, whole models or copies of one, that do not agree at every step."""
-    context, world = StepContext(setup.world), setup.world
     parameters = WholeParameters(setup.model, context)
-    place = WorkerPlace.of(setup.plan, world)
-    run: RoundsRun | FreeRun
-    if setup.plan.synchrony.in_rounds:
-        run = RoundsRun(setup.plan, place, ModelReplica(parameters.named, setup.optimizer))
-    else:
-        run = FreeRun(setup.plan, place, world, parameters.named, setup.optimizer)
     return Strategy(
         setup,
         context,
         parameters=parameters,
         reducer=_bucket_reducer(setup, context),
-        rounds=run,
+        rounds=_rounds(setup, context, parameters),
     )
+
+
+def _rounds(
+    setup: TrainingSetup, context: StepContext, parameters: HeldParameters
+) -> RoundsRun | FreeRun | None:
+    """The meetings of this rank's worker with others; None: all agree at every step. Collective."""
+    plan = setup.plan
+    if plan.synchrony.by_all_reduce:
+        return None
+    place = WorkerPlace.of(plan, setup.world)
+    context.inside = place.inside
+    if not plan.synchrony.in_rounds:
+        return FreeRun(plan, place, setup.world, parameters.named, setup.optimizer)
+    return RoundsRun(plan, place, lambda: ModelReplica(parameters.updated, setup.optimizer))
 
 
 def _bucket_reducer(setup: TrainingSetup, context: StepContext) -> Reducer:
@@ -718,11 +716,13 @@ def _sharded(setup: TrainingSetup) -> Strategy:
         reducer.shard(model, setup.optimizer, state_mesh(plan, world.device, timeout))
     give_back_freed_memory()
     _fit_optimizer(setup)
+    parameters = ShardedParameters(model, context, form=form)
     return Strategy(
         setup,
         context,
-        parameters=ShardedParameters(model, context, form=form),
+        parameters=parameters,
         reducer=reducer,
+        rounds=_rounds(setup, context, parameters),
     )
 
 
@@ -731,7 +731,7 @@ def _tensor_parallel(setup: TrainingSetup, forward: ForwardPass) -> Strategy:
     layers = SplitLayers.of(plan, setup.world)
     parameters = ShardedParameters(model, context, layers=layers)
     # With a single share of the batch there is nobody to keep the state together with.
-    zero = plan.memory.zero if plan.data_degree > 1 else 0
+    zero = plan.memory.zero if plan.copies > 1 else 0
     dims = (plan.exchange.axis, SHARD_AXIS) if zero else ()
     data_dims = tuple(name for name in dims if plan.mesh.degree(name) > 1)
     buckets = _bucket_reducer(setup, context)
@@ -769,6 +769,7 @@ def _tensor_parallel(setup: TrainingSetup, forward: ForwardPass) -> Strategy:
         parameters=parameters,
         reducer=fsdp or buckets,
         divide=divide,
+        rounds=_rounds(setup, context, parameters),
     )
 
 
@@ -804,4 +805,5 @@ def _pipeline_parallel(setup: TrainingSetup, forward: ForwardPass) -> Strategy:
         reducer=LocalReducer(context),
         pipeline=pipeline,
         divide=pipeline.cut,
+        rounds=_rounds(setup, context, parameters),
     )

@@ -13,18 +13,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from headway.checkpoint.staging import local_data
 from headway.comm.exchange.priority_exchange import empty_copy
 from headway.errors import RunError
+from headway.parallel.fsdp import part_as_dtensor
 from headway.run.synchrony.bundle import Bundle
 
 
 class ModelReplica:
     """Parameters where they lie in the model, stepped by the user's optimiser.
 
+    Of a parameter that the ranks of a worker keep in parts, a value has this rank's part.
+
     Args:
-        named: The parameters by logical name.
+        named: The parameters that this rank updates, by logical name.
 
     Attributes:
         check_state: Called with the names of the optimiser's tensors before they are read.
@@ -37,7 +42,7 @@ class ModelReplica:
 
     @property
     def _tensors(self) -> list[Tensor]:
-        return [parameter.data for parameter in self._named.values()]
+        return [local_data(parameter.detach()) for parameter in self._named.values()]
 
     def read(self) -> Bundle:
         return Bundle.of(self._tensors)
@@ -56,7 +61,7 @@ class ModelReplica:
     def state_tensors(self) -> dict[str, Tensor]:
         """What of the optimiser's state has a number for each element of a parameter."""
         return {
-            f"{name}.{key}": value
+            f"{name}.{key}": local_data(value)
             for name, parameter in self._named.items()
             for key, value in sorted(self._optimizer.state.get(parameter, {}).items())
             if isinstance(value, Tensor)
@@ -77,12 +82,20 @@ class ModelReplica:
             state.copy_to(list(self.state_tensors().values()))
 
     def by_name(self, value: Bundle) -> dict[str, Tensor]:
-        """A value of all parameters, by logical name."""
-        return dict(zip(self._named, value.parts(self._tensors), strict=True))
+        """A value of all parameters, by logical name, each in parts as the parameter is."""
+        parts = zip(self._named.items(), value.parts(self._tensors), strict=True)
+        return {name: _like(parameter, part) for (name, parameter), part in parts}
 
     def from_names(self, tensors: Mapping[str, Tensor]) -> Bundle:
-        """A value of all parameters from one by logical name, of any shape."""
-        return Bundle.of([tensors[name] for name in self._named])
+        """The inverse of `by_name`."""
+        return Bundle.of([local_data(tensors[name]) for name in self._named])
+
+
+def _like(parameter: nn.Parameter, part: Tensor) -> Tensor:
+    """A rank's part of a value, as a part of the whole where the parameter is one."""
+    if not isinstance(parameter, DTensor):
+        return part
+    return part_as_dtensor(part, parameter.device_mesh, parameter.placements, parameter.shape)
 
 
 class SharedReplica:

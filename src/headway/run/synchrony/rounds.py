@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,14 +90,20 @@ class _Awaited:
 class RoundsRun:
     """This rank's worker.
 
+    Args:
+        make_replica: Of the parameters that this rank updates, once these are known: a model is cut
+            into stages, and its layers are split, by a first batch.
+
     Attributes:
         common: What the workers have agreed on.
         met: Whether all workers have the same model now.
     """
 
-    def __init__(self, plan: Plan, place: WorkerPlace, replica: ModelReplica) -> None:
-        self._plan, self._rules, self._place, self._replica = plan, plan.synchrony, place, replica
-        replica.check_state = self._check_state
+    def __init__(
+        self, plan: Plan, place: WorkerPlace, make_replica: Callable[[], ModelReplica]
+    ) -> None:
+        self._plan, self._rules, self._place = plan, plan.synchrony, place
+        self._make_replica = make_replica
         self.common = merging.CommonModel(plan.synchrony)
         self.met = True
         self._steps = 0
@@ -106,6 +113,12 @@ class RoundsRun:
         self._wishes = False
         self._observed = Observed()
         self._vote: tuple[Tensor, dist.Work] | None = None
+
+    @cached_property
+    def _replica(self) -> ModelReplica:
+        made = self._make_replica()
+        made.check_state = self._check_state
+        return made
 
     @property
     def inside(self) -> dist.ProcessGroup | None:
