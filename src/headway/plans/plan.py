@@ -570,6 +570,8 @@ def _unsupported_synchrony(plan: Plan) -> Iterator[str]:
         return
     if not synchrony.in_rounds and plan.ranks > plan.workers:
         yield f"synchrony ({synchrony}) with workers of several ranks"
+    elif not synchrony.in_rounds and plan.memory.zero:
+        yield f"memory.zero {plan.memory.zero} with workers of one rank ({synchrony})"
     if synchrony.place == "master" and synchrony.merge == "mean":
         yield 'synchrony.topology "master": the mean is taken by an all-reduce; leave it out'
     if synchrony.compress != "none":
