@@ -419,6 +419,24 @@ def test_pushes_that_are_too_stale_are_rejected() -> None:
     assert server.version == 200 - server.rejected
 
 
+def test_ranks_of_a_node_share_its_link() -> None:
+    """Two nodes of two, one server at rank 0: each model takes 1 s between nodes, 0.1 s inside."""
+    rules = Synchrony(topology="single")
+    seconds = {
+        nodes: Centrals(rules, 4)
+        .simulate(
+            steps=1, nodes=nodes, wire=1.0, inside=0.1, latency=0.0, update=0.0,
+            compute=lambda worker, step: 0.0,
+        )
+        .seconds
+        for nodes in ((), (0, 0, 1, 1))
+    }  # fmt: skip
+    # What comes overlaps what goes: the last push is there 1 s after the last answer; then the
+    # answers to those who ask for a second step.
+    assert seconds[()] == pytest.approx(3 + 1 + 3)
+    assert seconds[0, 0, 1, 1] == pytest.approx(2 + 1 + 2)
+
+
 # -- histories -----------------------------------------------------------------------------------
 
 WAYS = {

@@ -35,13 +35,14 @@ from headway.api.plan_request import (
 from headway.cluster import Cluster
 from headway.cluster.presets import PRESETS, of_preset
 from headway.cost.machines import machine_of
-from headway.errors import NothingFits, PlanError, RecipeError
+from headway.errors import NothingFits, PlanError, RecipeError, UsageError
 from headway.keywords import checks_keywords
 from headway.planner.estimate.degrees import describe_degrees
 from headway.planner.explain.alternatives import fewer_device_counts
 from headway.planner.explain.infeasible import infeasible_error
 from headway.planner.export.auto import RecipeLimits
 from headway.planner.export.prediction import with_prediction
+from headway.planner.guidelines.inexact import InexactPlan, inexact_plans
 from headway.planner.search.branch_and_bound import PlanSearch, SearchResult
 from headway.planner.search.plan_conversion import missing_in_executor, to_plan
 from headway.planner.search.plan_point import Point
@@ -71,6 +72,8 @@ class PlanningResult:
         any_devices: Whether no numbers of devices were asked for.
         model: The recipe itself, whose model is cut on trial; None: not at hand.
         overridden: Whether `overrides` have changed it.
+        inexact: Plans whose steps do not equal the serial run's, the fastest first, where they were
+            asked for; behind them those that cannot be. None of them is ever `chosen`.
     """
 
     recipe: RecipeInput
@@ -85,6 +88,7 @@ class PlanningResult:
     any_devices: bool = False
     model: Recipe | None = None
     overridden: bool = False
+    inexact: tuple[InexactPlan, ...] = ()
 
     @property
     def frontier(self) -> tuple[Point, ...]:
@@ -126,12 +130,8 @@ class PlanningResult:
         plan, degrees = to_plan(self.outcome, point), point.degrees
         if problems := list(unsupported_by_executor(plan)):
             return ", ".join(problems)
-        if refusal := self._component_refusal(degrees.devices):
+        if refusal := self.recipe_refusal(plan):
             return refusal
-        if self.model is not None and self.model.norm == "global":
-            normed = replace(plan, batch=replace(plan.batch, norm="global"))
-            if refusal := _refusal(normed.check):
-                return refusal
         unknown = []
         if degrees.tensor > 1:
             unknown.append("the executor's own split")
@@ -142,6 +142,15 @@ class PlanningResult:
         elif degrees.pipeline == 1 and degrees.zero:
             unknown.append("state in parts")
         return f"not known: {', '.join(unknown)}" if unknown else "yes"
+
+    def recipe_refusal(self, plan: Plan) -> str:
+        """Why the recipe cannot train with a legal plan; "" where nothing is known against it."""
+        if refusal := self._component_refusal(plan.ranks):
+            return refusal
+        if self.model is not None and self.model.norm == "global":
+            normed = replace(plan, batch=replace(plan.batch, norm="global"))
+            return _refusal(normed.check)
+        return ""
 
     @cached_property
     def _cut_refusal(self) -> str:
@@ -167,21 +176,26 @@ class PlanningResult:
         found = to_plan(self.outcome, point)
         return with_prediction(found, self.outcome.question, point, self.cluster)
 
-    def save(self, file: str | Path) -> Plan:
+    def save(self, file: str | Path, *, take: str | None = None) -> Plan:
         """Write the chosen plan as a plan.json, with recipe and cluster where they have a name.
 
         A plan that the executor cannot run is written with a warning: it can be priced and
         simulated all the same.
 
+        Args:
+            take: The name of one of the `inexact` plans, in the place of the chosen one.
+
         Raises:
             PlanError: As `plan`.
+            UsageError: There is no such inexact plan.
         """
         out = Path(file)
+        written = self.plan if take is None else self._taken(take)
         # Overrides are part of what was asked, and a plan's file has no field for them.
         recipe = self.model if self.overridden and self.model is not None else self.recipe
-        plan = record_provenance(self.plan, recipe, self.cluster_input, self.nodes, out)
+        plan = record_provenance(written, recipe, self.cluster_input, self.nodes, out)
         plan.save(out)
-        if self.missing:
+        if take is None and self.missing:
             # The file does not say it: which operators a tensor axis splits is not in the plan.
             warnings.warn(
                 f"the executor cannot run {out} as it is planned: it lacks {self.missing}; "
@@ -189,6 +203,16 @@ class PlanningResult:
                 stacklevel=2,
             )
         return plan
+
+    def _taken(self, name: str) -> Plan:
+        plans = {one.name: one.plan for one in self.inexact if one.plan is not None}
+        if name not in plans:
+            raise UsageError(
+                f"there is no inexact plan {name}",
+                where="--take",
+                fix=f"Take one of {', '.join(plans)}." if plans else "Ask for them: --inexact.",
+            )
+        return plans[name]
 
 
 @checks_keywords
@@ -206,6 +230,7 @@ def plan(
     runnable: bool = False,
     time_limit: str | float | None = None,
     overrides: Sequence[str] = (),
+    inexact: bool = False,
 ) -> PlanningResult:
     """Find the plans that nothing beats in step time, memory and devices, and choose one.
 
@@ -229,6 +254,8 @@ def plan(
         runnable: Look only for plans that the executor can run, without a tensor axis.
         time_limit: Of the search in seconds, or as in "10 s"; then the best so far is the answer.
         overrides: "key=value" changes to the recipe.
+        inexact: Price plans as well whose steps do not equal the serial run's: local SGD, D-PSGD,
+            asynchronous and bounded servers. They stand beside the others; the choice is the same.
 
     Returns:
         The frontier, the chosen plan, and its prediction.
@@ -285,7 +312,7 @@ def plan(
         outcome = search(RecipeLimits())  # no limits: an ordinary search
     _warn_of_split_loss(captured.recipe, outcome, captured.batch)
     prices = device_prices(options, found)
-    return PlanningResult(
+    result = PlanningResult(
         recipe=recipe,
         cluster=found,
         cluster_input=cluster,
@@ -300,6 +327,18 @@ def plan(
         model=captured.recipe,
         overridden=bool(overrides),
     )
+    return replace(result, inexact=_priced_inexact(result)) if inexact else result
+
+
+def _priced_inexact(result: PlanningResult) -> tuple[InexactPlan, ...]:
+    """The inexact plans, with what the recipe has against them."""
+
+    def judged(one: InexactPlan) -> InexactPlan:
+        if one.plan is None or one.lacks:
+            return one
+        return replace(one, lacks=result.recipe_refusal(one.plan))
+
+    return tuple(map(judged, inexact_plans(result.outcome.question, result.cluster)))
 
 
 def _warn_of_split_loss(recipe: Recipe, outcome: SearchResult, batch: int) -> None:

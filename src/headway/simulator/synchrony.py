@@ -8,7 +8,7 @@ message at a time. Nothing depends on the machine that simulates.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
@@ -30,7 +30,10 @@ class VirtualMachines:
 
     Attributes:
         compute: Seconds of a worker's step: (worker, step) -> seconds.
-        wire: Seconds that one whole model takes on a wire between two ranks.
+        wire: Seconds that one whole model takes on a wire between two ranks, or two nodes.
+        nodes: The node of each rank; empty: each is a node. All ranks of a node share the wires
+            between nodes.
+        inside: As `wire`, between two ranks of one node.
         latency: Of a message, in seconds.
         update: Seconds in which a server makes an update of the whole model, or a model is merged.
         meeting: Seconds of the exchange in which all workers meet.
@@ -38,6 +41,8 @@ class VirtualMachines:
 
     compute: Callable[[int, int], float]
     wire: float = 0.0
+    nodes: Sequence[int] = ()
+    inside: float = 0.0
     latency: float = 0.0
     update: float = 0.0
     meeting: float = 0.0
@@ -187,10 +192,18 @@ class _Simulation:
             return self._now
         models = size(message) / self._shares
         self.found.traffic[source, target] += models
+        machines = self._machines
+        seconds = machines.wire
         out, into = ("out", source), ("in", target)
+        if machines.nodes:
+            here, there = machines.nodes[source], machines.nodes[target]
+            if here == there:
+                seconds = machines.inside
+            else:
+                out, into = ("out of node", here), ("into node", there)
         begins = max(self._now, self._wires[out], self._wires[into])
-        self._wires[out] = self._wires[into] = begins + models * self._machines.wire
-        return self._wires[into] + self._machines.latency
+        self._wires[out] = self._wires[into] = begins + models * seconds
+        return self._wires[into] + machines.latency
 
     def _arrived(self, sender: Sender, to: Address, message: Any) -> None:
         self._room.put(sender, to, message)

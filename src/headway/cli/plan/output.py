@@ -27,6 +27,7 @@ from headway.planner.explain.alternatives import (
 from headway.planner.explain.infeasible import stage_end_modules
 from headway.planner.explain.sources import in_data, kinds, machine_numbers
 from headway.planner.explain.step_parts import fullest_stage_memory, step_parts
+from headway.planner.guidelines.inexact import InexactPlan
 from headway.planner.search.branch_and_bound import PlanSearch, SearchResult
 from headway.planner.search.operator_choices import operator_choices, splits_parameters
 from headway.planner.search.plan_conversion import missing_in_executor, sample_shares
@@ -72,6 +73,9 @@ def report_lines(result: PlanningResult) -> Iterator[str]:
     yield ""
     yield from _alternatives(outcome, fewer=result.any_devices)
     yield ""
+    if result.inexact:
+        yield from _inexact(result)
+        yield ""
     rows = list(collective_lines(outcome.search, outcome.best))
     yield from islice(rows, MAX_COLLECTIVE_ROWS + 1)
     if len(rows) > MAX_COLLECTIVE_ROWS + 1:
@@ -304,6 +308,55 @@ def _alternative_line(search: PlanSearch, one: AlternativePlan, said: str) -> st
     )
 
 
+def _inexact(result: PlanningResult) -> Iterator[str]:
+    """The chosen plan, and beside it those whose steps do not equal the serial run's."""
+    question, best = result.outcome.question, result.chosen
+    chosen = question.batch / best.seconds
+    rows = [
+        ["plan", "samples/s", "memory", "waits", "learning rate", "repeated", "runs today"],
+        [
+            "the chosen one", format_number(chosen), format_bytes(best.bytes), "", "", "by itself",
+            result.runs(best),
+        ],
+    ]  # fmt: skip
+    refused = []
+    for one in result.inexact:
+        if one.plan is None or one.rule is None:
+            refused.append(f"  {one.name} ({one.synchrony}): {one.lacks}")
+            continue
+        waits = ", ".join(f"{cause} {share:.0%}" for cause, share in one.waits)
+        rate = f"{format_number(one.rate)} ({one.rate / chosen:.2f}x)"
+        rows.append(
+            [
+                one.name, rate, format_bytes(one.bytes), waits or "none", one.rule.rate,
+                one.repeated, one.lacks or "yes",
+            ]
+        )  # fmt: skip
+    yield (
+        f"plans whose steps do not equal the serial run's, on {question.most} devices (a worker "
+        "may need more samples to learn as much):"
+    )
+    yield from table_lines(rows)
+    yield from refused
+    yield "(learning rate: the best one as the cluster grows; --take NAME --out FILE writes one)"
+
+
+def _inexact_data(one: InexactPlan) -> dict[str, object]:
+    return {
+        "name": one.name,
+        "synchrony": {name: getattr(one.synchrony, name) for name in one.synchrony.given},
+        "seconds": one.seconds,
+        "samples_per_second": one.rate,
+        "bytes": one.bytes,
+        "exchange": one.exchange,
+        "waits": dict(one.waits),
+        "rule": None if one.rule is None else asdict(one.rule),
+        "repeated": one.repeated,
+        "hash": None if one.plan is None else one.plan.hash,
+        "lacks": one.lacks,
+    }
+
+
 def collective_lines(search: PlanSearch, point: Point) -> Iterator[str]:
     """The collectives that the search prices, by stage; ranks that do the same share them."""
     heading = "collectives of a step as the search prices them, of one rank"
@@ -363,6 +416,7 @@ def report_data(result: PlanningResult) -> dict[str, object]:
         ],
         "alternatives": [asdict(one) for one in nearest_plans(outcome, fewer=result.any_devices)],
         "sources": sources_data(question),
+        "inexact": [_inexact_data(one) for one in result.inexact],
     }
 
 

@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from headway.api.planning import plan as find_plan
 from headway.cli.plan.output import cluster_name, report_data, report_lines
 from headway.cli.terminal.console import note, say, say_json, write_file
+from headway.errors import UsageError
 from headway.planner.search.plan_point import format_device_runs
 from headway.planner.search.request import Objective
 from headway.units import format_bytes, format_seconds
@@ -30,6 +31,8 @@ def search_plans(
     runnable: Annotated[bool, Parameter(negative="")] = False,
     time_limit: str | None = None,
     overrides: Annotated[tuple[str, ...], Parameter(name="--set", negative="")] = (),
+    inexact: Annotated[bool, Parameter(negative="")] = False,
+    take: str | None = None,
     svg: Path | None = None,
     png: Path | None = None,
     out: Path | None = None,
@@ -54,10 +57,15 @@ def search_plans(
         time_limit: Stop searching after this long, as in "10 s", with the best plan so far and its
             distance from the optimum.
         overrides: KEY=VALUE, a change to the recipe; may be repeated.
+        inexact: Price local SGD, D-PSGD, asynchronous and bounded servers as well, whose steps do
+            not equal the serial run's; the chosen plan is the same.
+        take: The name of an inexact plan, for --out in the place of the chosen one.
         svg: Draw the frontier into this file.
         png: Draw the frontier into this file.
         out: Write the chosen plan to this file, for `headway train --plan`.
     """
+    if take is not None and (out is None or not inexact):
+        raise UsageError(f"--take {take} needs --inexact and --out FILE", fix="Give all three.")
     result = find_plan(
         recipe,
         cluster,
@@ -71,6 +79,7 @@ def search_plans(
         schedules=schedules,
         time_limit=time_limit,
         overrides=overrides,
+        inexact=inexact,
     )
     if json:
         say_json(report_data(result))
@@ -86,9 +95,9 @@ def search_plans(
                 write_file(path, draw(shown))
                 note(f"wrote {path}")
     if out is not None:
-        result.save(out)
+        result.save(out, take=take)
         note(f"wrote {out}")
-        if result.chosen.rank_kinds:
+        if take is None and result.chosen.rank_kinds:
             note(f"its ranks stand on {format_device_runs(result.chosen.rank_kinds)}")
     note(
         f"captured in {format_seconds(result.capture_seconds)}, searched in "

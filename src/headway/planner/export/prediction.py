@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from headway.cluster import Cluster, to_toml
 from headway.planner.explain.step_parts import step_parts
@@ -23,17 +24,25 @@ def with_prediction(plan: Plan, question: PlanRequest, point: Point, cluster: Cl
     """
     # While it fills and drains, a pipeline shows a message at each border in both directions.
     edges = 2 * (len(point.stages) - 1)
-    expected = Prediction(
+    expected = prediction_of(
+        cluster,
         seconds=point.seconds,
         parts={part.name: part.seconds for part in step_parts(question, point)},
         stages=tuple(stage.seconds for stage in point.stages),
         message=point.messages / edges if edges else 0.0,
         bytes=point.bytes,
-        cluster=hash_of(cluster),
         device=format_device_runs(point.rank_kinds) or question.machine.device.name,
-        version=_version(),
     )
     return replace(plan, prediction=expected)
+
+
+def prediction_of(cluster: Cluster, **known: Any) -> Prediction:
+    """A prediction for a cluster by this version of headway.
+
+    Args:
+        known: Its other fields.
+    """
+    return Prediction(cluster=hash_of(cluster), version=_version(), **known)
 
 
 def hash_of(cluster: Cluster) -> str:
