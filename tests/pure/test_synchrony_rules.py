@@ -437,6 +437,15 @@ def test_ranks_of_a_node_share_its_link() -> None:
     assert seconds[0, 0, 1, 1] == pytest.approx(2 + 1 + 2)
 
 
+def test_a_busy_receiver_keeps_no_sender_from_others() -> None:
+    """Of four workers with a server each, all send and get three quarters of a model at once."""
+    found = Centrals(Synchrony(topology="colocated"), 4).simulate(
+        steps=1, wire=1.0, latency=0.0, update=0.0, compute=lambda worker, step: 0.0
+    )
+    # Answers, pushes, and the answers to those who ask for a second step; no wire is ever idle.
+    assert found.seconds == pytest.approx(3 * 0.75, rel=0.35)
+
+
 # -- histories -----------------------------------------------------------------------------------
 
 WAYS = {

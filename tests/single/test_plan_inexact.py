@@ -100,7 +100,7 @@ def test_a_slow_machine_changes_the_order(tmp_path: Path) -> None:
 def test_a_slow_link_makes_meetings_rare(tmp_path: Path) -> None:
     found = planned(described(tmp_path, 1, rate="10 MB/s"))
     rates = by_name(found)
-    assert rates["local-32"].rate > 5 * rates["local-2"].rate > 5 * rates["async"].rate
+    assert rates["local-32"].rate > 5 * max(rates["local-2"].rate, rates["async"].rate)
     assert next(iter(rates)) == "diloco-32"
 
 
@@ -122,10 +122,9 @@ def test_ranks_of_a_node_meet_inside_it_and_share_its_link(tmp_path: Path) -> No
         assert copies is not None
         assert (copies.workers, copies.ranks) == (2, 4)
     quick, slow = rates
-    # A share of a quarter goes to each other rank: between four nodes each link carries three, and
-    # between two nodes of two ranks four.
+    # Between four nodes nothing stays inside one.
     alone = by_name(planned(described(tmp_path, 1, rate="0.1 GB/s")))
-    assert quick["async"] < 0.85 * alone["async"].rate
+    assert quick["async"] > 1.05 * alone["async"].rate
     assert quick["nodes-32"] > 1.5 * slow["nodes-32"]
 
 

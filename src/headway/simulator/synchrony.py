@@ -1,7 +1,7 @@
 """Runs of any synchrony on virtual clocks: the same programs and rules as a run of processes.
 
 A worker computes for as long as it is told; a message takes its turn on the outgoing wire of its
-sender's rank and on the incoming wire of its receiver's, then the latency; a holder handles one
+sender's rank, and on the incoming wire of its receiver's, then the latency; a holder handles one
 message at a time. Nothing depends on the machine that simulates.
 """
 
@@ -183,13 +183,18 @@ class _Simulation:
 
     def _post(self, sender: Sender, to: Address, message: Any) -> None:
         source = sender if isinstance(sender, int) else self._run.places[sender]
-        arrives = self._carried(source, self._run.places[to], message)
-        self._at(arrives, lambda: self._arrived(sender, to, message))
+        self._carry(
+            source, self._run.places[to], message, lambda: self._arrived(sender, to, message)
+        )
 
-    def _carried(self, source: int | None, target: int | None, message: Any) -> float:
-        """When a message arrives."""
+    def _carry(
+        self, source: int | None, target: int | None, message: Any, arrived: Callable[[], None]
+    ) -> None:
+        """Let a message travel: on the sender's wire in its turn, and on the receiver's in its."""
         if source is None or target is None or source == target:
-            return self._now
+            meeting = source is None and target is not None
+            self._at(self._now + (self._machines.meeting if meeting else 0.0), arrived)
+            return
         models = size(message) / self._shares
         self.found.traffic[source, target] += models
         machines = self._machines
@@ -201,9 +206,15 @@ class _Simulation:
                 seconds = machines.inside
             else:
                 out, into = ("out of node", here), ("into node", there)
-        begins = max(self._now, self._wires[out], self._wires[into])
-        self._wires[out] = self._wires[into] = begins + models * seconds
-        return self._wires[into] + machines.latency
+        begins = max(self._now, self._wires[out])
+        self._wires[out] = begins + models * seconds
+
+        def comes() -> None:
+            # A busy receiver does not keep its sender from sending to others.
+            self._wires[into] = max(self._now, self._wires[into]) + models * seconds
+            self._at(self._wires[into] + machines.latency, arrived)
+
+        self._at(begins, comes)
 
     def _arrived(self, sender: Sender, to: Address, message: Any) -> None:
         self._room.put(sender, to, message)
@@ -221,10 +232,7 @@ class _Simulation:
             self._post(holder, sent.to, sent.value)
             return
         worker, place = sent.to, self._run.places[holder]
-        arrives = self._carried(place, worker, sent.value)
-        if place is None:
-            arrives += self._machines.meeting
-        self._at(arrives, lambda: self._answered(worker, holder, sent.value))
+        self._carry(place, worker, sent.value, lambda: self._answered(worker, holder, sent.value))
 
     def _answered(self, worker: int, holder: Address, value: Any) -> None:
         seat = self._seats[worker]
