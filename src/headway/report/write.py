@@ -21,6 +21,7 @@ from headway.report.history.reader import read_history
 from headway.report.history.records import LoggedWarning, RunHistory
 from headway.report.page import facts
 from headway.report.page.sections import exchange_section, pipeline_section, prediction_section
+from headway.report.page.workers import workers_section
 from headway.report.pictures import step_timeline, training_curves
 from headway.report.pictures.canvas import style_sheet
 from headway.report.trace_export import chrome_trace_json, write_tensorboard
@@ -69,6 +70,7 @@ def render_page(history: RunHistory, notes: tuple[str, ...] = ()) -> str:
         exchange=exchange_section(history, step),
         pipeline=pipeline_section(history, step),
         predicted=prediction_section(history, step),
+        workers=workers_section(history),
         # Our own pictures alone: the template escapes everything else.
         picture=Markup,
         peaks=_peaks(history),

@@ -138,7 +138,17 @@ class LoggedAttempt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoggedRankStep:
-    """Where one rank's time went in one step (seconds), and the memory it held."""
+    """Where one rank's time went in one step (seconds), and the memory it held.
+
+    Attributes:
+        time: When it ended, seconds since the epoch.
+        loss: Of the samples of a worker that does not agree with the others at every step; so are
+            the other fields below. NaN: there are no such workers.
+        samples: That it made.
+        waits: Seconds by what it waited for.
+        staleness: Of pushes that servers of this rank have handled: (worker, updates).
+        distance: Between two models that met here, as a share of the norm; NaN: none.
+    """
 
     step: int
     attempt: int = 0
@@ -148,6 +158,12 @@ class LoggedRankStep:
     data: float = 0.0
     update: float = 0.0
     memory_bytes: float = math.nan
+    time: float = math.nan
+    loss: float = math.nan
+    samples: int = 0
+    waits: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    staleness: tuple[tuple[int, int], ...] = ()
+    distance: float = math.nan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -318,6 +334,12 @@ def _named_numbers(value: Any) -> dict[str, float]:
     raise ValueError(f"{value!r} is no table of numbers")
 
 
+def _pairs(value: Any) -> tuple[tuple[int, int], ...]:
+    if isinstance(value, list) and all(isinstance(one, list) and len(one) == 2 for one in value):
+        return tuple((_whole(first), _whole(second)) for first, second in value)
+    raise ValueError(f"{value!r} is no list of pairs")
+
+
 _CONVERT: Mapping[str, Callable[[Any], Any]] = {
     "int": _whole,
     "float": _number,
@@ -325,4 +347,5 @@ _CONVERT: Mapping[str, Callable[[Any], Any]] = {
     "bool": _truth,
     "tuple[str, ...]": _names,
     "Mapping[str, float]": _named_numbers,
+    "tuple[tuple[int, int], ...]": _pairs,
 }

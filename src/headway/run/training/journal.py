@@ -75,6 +75,9 @@ class Journal:
         )
         # Alone, a process waits for nobody: its "exchange" is the price of doing nothing.
         exposed = record.seconds("wait") + inside if self._world.ranks > 1 else 0.0
+        # Of workers that do not agree at every step the update waits for the others.
+        inert = sum(record.agreement.waits.values()) if record.agreement else 0.0
+        exposed += inert
         self._own.write(
             "rank_step",
             step=step,
@@ -82,7 +85,7 @@ class Journal:
             compute=record.seconds("forward", "backward") - inside,
             exposed=exposed,
             data=waited,
-            update=record.seconds("update"),
+            update=record.seconds("update") - inert,
             memory_bytes=resident_bytes(self._world.device),
             **_agreement(batch, record),
         )
