@@ -47,6 +47,13 @@ def test_all_bad_values_are_told_at_once() -> None:
         ({"kind": "asynchronous", "remedy": "eager_push"}, "is for a delay_bound"),
         ({"kind": "asynchronous", "compensation": 0.1}, 'only with remedy "delay_comp'),
         ({"kind": "asynchronous", "read": "snapshot"}, "only with a delay_bound"),
+        ({"topology": "single", "read": "ahead"}, 'a delay_bound or kind "asynchronous"'),
+        ({"kind": "bounded", "delay_bound": 0, "read": "ahead"}, "at least 1"),
+        ({"kind": "asynchronous", "read": "ahead", "fetch_every": 2}, "with fetch_every 2"),
+        (
+            {"kind": "asynchronous", "read": "ahead", "remedy": "delay_compensation"},
+            "leave one of them out",
+        ),
         ({"merge": "mean", "outer_rate": 0.5}, "only with an outer optimiser"),
         ({"merge": "mean", "outer": "nesterov", "outer_momentum": 1.0}, "below 1"),
         ({"merge": "mean", "probability": 0.5}, 'only with merge "push_sum"'),

@@ -446,6 +446,32 @@ def test_a_busy_receiver_keeps_no_sender_from_others() -> None:
     assert found.seconds == pytest.approx(3 * 0.75, rel=0.35)
 
 
+def test_parameters_fetched_ahead_hide_their_way() -> None:
+    """Computation of 1 s hides 0.7 s of messages; in turn they add to it."""
+
+    def seconds(**words: Any) -> float:
+        rules = Synchrony(topology="single", **words)
+        options = {"wire": 0.1, "latency": 0.0, "update": 0.0}
+        run = Centrals(rules, 4).simulate(steps=40, compute=lambda worker, step: 1.0, **options)
+        return run.seconds / 40
+
+    assert seconds(kind="bounded", delay_bound=1, read="ahead") < 1.02
+    assert seconds(kind="asynchronous", read="ahead") < 1.02
+    assert seconds(kind="asynchronous") > 1.15
+
+
+def test_a_step_ahead_is_computed_without_ones_own_last_push() -> None:
+    """One worker alone: x_{t+1} = x_t - rate * gradient at x_{t-1}."""
+    made = Centrals(Synchrony(kind="asynchronous", topology="single", read="ahead"), 1)
+    found = made.simulate(steps=12)
+    expected = [1.0, 1.0]
+    for step in range(12):
+        (part,) = quadratic(0, step, (expected[-2],)).value
+        expected.append(expected[-1] - RATE * part)
+    assert made.shares[0].x == pytest.approx(expected[-1], rel=1e-12)
+    assert found.staleness[0] == [0, *[1] * 11]
+
+
 # -- histories -----------------------------------------------------------------------------------
 
 WAYS = {
@@ -456,6 +482,8 @@ WAYS = {
     "bounded": Synchrony(kind="bounded", delay_bound=2),
     "eager": Synchrony(kind="bounded", delay_bound=2, remedy="eager_push"),
     "snapshot": Synchrony(kind="bounded", delay_bound=2, read="snapshot"),
+    "ahead": Synchrony(kind="asynchronous", read="ahead"),
+    "bounded ahead": Synchrony(kind="bounded", delay_bound=1, read="ahead"),
     "value": Synchrony(kind="bounded", value_bound=0.2),
     "reject": Synchrony(kind="bounded", delay_bound=2, on_violation="reject"),
     "rate": Synchrony(kind="asynchronous", remedy="staleness_rate"),

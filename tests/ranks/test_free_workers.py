@@ -36,6 +36,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "bounded": {"kind": "bounded", "delay_bound": 1},
     "eager": {"kind": "bounded", "delay_bound": 1, "remedy": "eager_push"},
     "snapshot": {"kind": "bounded", "delay_bound": 1, "read": "snapshot"},
+    "ahead": {"kind": "bounded", "delay_bound": 2, "read": "ahead"},
     "value": {"kind": "bounded", "value_bound": 0.02},
     "reject": {"kind": "bounded", "delay_bound": 1, "on_violation": "reject"},
     "rate": {"kind": "asynchronous", "remedy": "staleness_rate"},

@@ -114,7 +114,8 @@ class Synchrony:
             not know of.
         read: "fresh": a fetch gets the newest parameters; "snapshot": those after all pushes of
             steps up to the bound and the worker's own, and no others, so that a run can be repeated
-            without a record.
+            without a record; "ahead": the newest when the step before began, fetched while that one
+            is computed: without the worker's own last push.
         on_violation: "wait" until the bound holds, or "reject": drop what is too stale.
         backup_workers: A synchronous step ends without the slowest so many.
         remedy: Against staleness: "staleness_rate" divides the rate by it; "delay_compensation"
@@ -149,7 +150,7 @@ class Synchrony:
     push_every: int = 1
     delay_bound: int | None = None
     value_bound: float | None = None
-    read: Literal["fresh", "snapshot"] = "fresh"
+    read: Literal["fresh", "snapshot", "ahead"] = "fresh"
     on_violation: Literal["wait", "reject"] = "wait"
     backup_workers: int = 0
     remedy: Remedy = "none"
@@ -370,7 +371,10 @@ class Synchrony:
             "push_every": (stale and self.kind == "asynchronous", 'kind "asynchronous"'),
             "delay_bound": (bounded, 'kind "bounded" and merge "gradients"'),
             "value_bound": (bounded, 'kind "bounded" and merge "gradients"'),
-            "read": (delayed, "a delay_bound"),
+            "read": (
+                delayed or (self.read == "ahead" and stale and self.kind == "asynchronous"),
+                "a delay_bound" + ' or kind "asynchronous"' * (self.read == "ahead"),
+            ),
             "on_violation": (delayed, "a delay_bound"),
             "backup_workers": (
                 self.has_servers and self.kind == "synchronous",
@@ -407,10 +411,26 @@ class Synchrony:
             yield 'synchrony.remedy "eager_push" is for a delay_bound'
         if self.read == "snapshot" and self.on_violation == "reject":
             yield 'synchrony.read "snapshot" never finds anything to reject; leave one of them out'
+        yield from self._ahead()
         if self.place == "tree" and self.local_steps != 1:
             yield (
                 f'synchrony.local_steps is {self.local_steps} with topology "tree", whose periods '
                 "are period_up and period_down"
+            )
+
+    def _ahead(self) -> Iterator[str]:
+        """What needs to know what a worker computes with, beside parameters fetched ahead."""
+        if self.read != "ahead":
+            return
+        for name in ("fetch_every", "push_every"):
+            if getattr(self, name) != 1:
+                yield f'synchrony.read "ahead" with {name} {getattr(self, name)}: leave one out'
+        if self.remedy in ("delay_compensation", "eager_push"):
+            yield f'synchrony.read "ahead" with remedy "{self.remedy}": leave one of them out'
+        if self.delay_bound == 0:
+            yield (
+                'synchrony.read "ahead" with delay_bound 0: the next step is asked for before this '
+                "one is pushed; at least 1"
             )
 
     def _servers(self, workers: int, ranks: int) -> Iterator[str]:

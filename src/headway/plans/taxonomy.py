@@ -153,6 +153,8 @@ def _remedies(synchrony: Synchrony) -> tuple[str, ...]:
         found.append(f"value {synchrony.value_bound:g}")
     if synchrony.read == "snapshot":
         found.append("snapshot reads")
+    if synchrony.read == "ahead":
+        found.append("reads ahead")
     if synchrony.remedy != "none":
         found.append(_REMEDIES[synchrony.remedy])
     return tuple(found)

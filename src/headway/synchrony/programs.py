@@ -134,7 +134,8 @@ def _with_servers(
             Address("cache", worker, number) if eager else Address("server", number)
             for number in range(len(places))
         ]
-        run.programs.append(_server_worker(synchrony, replica, sources))
+        program = _ahead_worker if synchrony.read == "ahead" else _server_worker
+        run.programs.append(program(synchrony, replica, sources))
 
 
 def _server_worker(
@@ -173,6 +174,41 @@ def _server_worker(
             return
         if step % synchrony.fetch_every and gradient.count:
             replica.step(gradient.value)
+
+
+def _ahead_worker(
+    synchrony: Synchrony, replica: Replica, servers_of: Sequence[Address]
+) -> WorkerProgram:
+    """Parameters are on their way while the gradient before is computed (the threads of Dean et al.
+    2012, algorithm 7.1): a worker does not see its own last push, and waits for no message."""
+    cause = "bound" if synchrony.kind == "bounded" else "server"
+    pushes = 0
+    tickets = yield from _post(servers_of, [servers.Pull(0)] * len(servers_of))
+    while True:
+        answers = yield Await(tickets, cause)
+        replica.write(tuple(answer.value for answer in answers))
+        tickets = yield from _post(servers_of, [servers.Pull(pushes + 1)] * len(servers_of))
+        gradient: Gradient | None = yield Compute(pushes)
+        if gradient is None:
+            yield Await(tickets, cause)
+            yield from _ask(servers_of, [servers.Leave()] * len(servers_of), cause, wants=False)
+            return
+        messages = [
+            servers.Push(pushes, answer.version, part)
+            for answer, part in zip(answers, _by_share(gradient, len(servers_of)), strict=True)
+        ]
+        yield from _ask(servers_of, messages, cause, wants=False)
+        pushes += 1
+
+
+def _post(
+    holders: Sequence[Address], messages: Sequence[Any]
+) -> Generator[Any, Any, tuple[int, ...]]:
+    """Post a message to each of some holders that wants an answer."""
+    tickets = []
+    for holder, message in zip(holders, messages, strict=True):
+        tickets.append((yield Post(holder, message)))
+    return tuple(tickets)
 
 
 def _ask(

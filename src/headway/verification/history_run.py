@@ -427,6 +427,34 @@ class _Servers(_Family):
         return _ByArrival(self.rules, held, self.workers.count, number)
 
     def program(self, worker: int) -> Program:
+        return self._ahead(worker) if self.rules.read == "ahead" else self._in_turn(worker)
+
+    def _ahead(self, worker: int) -> Program:
+        """Every pull is said before the push of the step before it (Dean et al. 2012, algorithm
+        7.1, whose fetch and push are threads of their own)."""
+        workers = self.workers
+        sources = [Address("server", n) for n in range(len(self._names))]
+        for source in sources:
+            self.say(worker, source, _Pull(0))
+        for step in range(workers.steps + 1):
+            versions = []
+            for source in sources:
+                shown: _Shown = yield source
+                workers.write(worker, shown.values)
+                versions.append(shown.version)
+            for source in sources:
+                self.say(worker, source, _Pull(step + 1))
+            part = workers.compute(worker, step)
+            if part is None:
+                break
+            for source, version in zip(sources, versions, strict=True):
+                self.say(worker, source, _Push(step, version, part))
+        for source in sources:
+            yield source
+        for source in sources:
+            self.say(worker, source, _LEAVE)
+
+    def _in_turn(self, worker: int) -> Program:
         rules, workers, numbers = self.rules, self.workers, range(len(self._names))
         versions: list[int] = []
         unsent: _Part | None = None

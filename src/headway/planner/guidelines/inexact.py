@@ -113,6 +113,7 @@ class _Pricing:
             yield f"nodes-{most}", Synchrony(merge="mean", local_steps=most, copies=inner)
         yield "d-psgd", Synchrony(merge="neighbour")
         yield "async", Synchrony(kind="asynchronous")
+        yield "async-ahead", Synchrony(kind="asynchronous", read="ahead")
         if 1 <= (servers := self._lemma) < self.ranks:
             name = f"async-{servers}-server" + "s" * (servers > 1)
             yield name, Synchrony(kind="asynchronous", topology="sharded", servers=servers)
@@ -308,9 +309,9 @@ class _Step:
             return 1.0 + (rules.outer != "none"), 3.0 + 2.0 * averaged
         if rules.merge == "neighbour":
             return 1.0 + 2.0, 1.0  # its own and two neighbours' while a gradient is computed
-        # What is sent and what comes; the share of a server with its optimiser, in whose place the
-        # worker's own is never made.
-        return 2.0 + (2.0 + state) / len(self.places) - state, 1.0
+        # What is sent, what comes and what has been fetched ahead; the share of a server with its
+        # optimiser, in whose place the worker's own is never made.
+        return 2.0 + (rules.read == "ahead") + (2.0 + state) / len(self.places) - state, 1.0
 
     @cached_property
     def plan(self) -> Plan:
