@@ -296,6 +296,11 @@ def free_bound() -> Recipe:
 
 
 @case(3)
+def free_ahead() -> Recipe:
+    return free(mlp(), kind="bounded", delay_bound=2, read="ahead")
+
+
+@case(3)
 def free_reject() -> Recipe:
     return free(mlp(), kind="bounded", delay_bound=1, on_violation="reject")
 
