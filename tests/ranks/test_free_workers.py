@@ -247,6 +247,13 @@ def test_a_model_of_fewer_parameters_than_servers(name: str) -> None:
     assert headway.verify(small, processes=3).holds
 
 
+def test_a_run_of_other_steps_is_not_replayed(tmp_path: Path) -> None:
+    headway.train(recipe(), processes=2, directory=tmp_path / "first")
+    longer = replace(recipe(), stop="13 steps")
+    with pytest.raises(UsageError, match="It made 12 steps, and this run makes 13"):
+        headway.train(longer, processes=2, replay=tmp_path / "first", directory=tmp_path / "again")
+
+
 def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has no history to replay"):
         headway.train(recipe(), processes=3, replay=tmp_path)

@@ -133,6 +133,7 @@ class Training:
             total = self.executor.steps_done + steps_left(self._recipe, self._used)
         else:
             self._used = None
+        self._check_replayed(total)
         self._announce(total)
         self._view = RunView(self.executor, self._directory.path, total)
         loader = self.executor.loader(
@@ -239,6 +240,27 @@ class Training:
         files = sorted(self._job.replay.glob("worker-*"))
         # Of a worker that was killed the last word may be cut off.
         run.repeat(merged({n: History.load(file, killed=True) for n, file in enumerate(files)}))
+
+    def _check_replayed(self, total: int) -> None:
+        """Refuse to repeat a run that has made other steps: some worker would wait for ever."""
+        if self._job.replay is None:
+            return
+        recorded = RunDirectory(self._job.replay.parent)
+        ends = recorded.events("stop")
+        why = ""
+        if recorded.events("resume"):
+            why = "It was resumed from a checkpoint: this run would begin somewhere else."
+        elif ends and ends[-1].get("reason") != "complete":
+            why = f"It was stopped by {ends[-1].get('reason')}, each worker behind another step."
+        elif ends and ends[-1].get("step") != total:
+            why = f"It made {ends[-1].get('step')} steps, and this run makes {total}."
+        if why:
+            raise UsageError(
+                "this run cannot be repeated",
+                where=str(recorded.path),
+                why=why,
+                fix="Repeat a run that was made from its beginning to its end, with its `stop`.",
+            )
 
     @property
     def _history(self) -> Path:

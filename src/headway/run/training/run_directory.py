@@ -60,6 +60,16 @@ class RunDirectory:
         """Of an asynchronous run: in which order each worker's holders have handled messages."""
         return self.path / "history"
 
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """The events of a name that rank 0 has written; lines that were cut off are left out."""
+        found: list[dict[str, Any]] = []
+        for line in self.events_file.read_text().splitlines() if self.events_file.exists() else ():
+            with suppress(ValueError):
+                row = parse_json(line)
+                if isinstance(row, dict) and row.get("event") == name:
+                    found.append(row)
+        return found
+
     def rank_file(self, rank: int) -> Path:
         return self.path / "ranks" / f"rank-{rank:05d}.jsonl"
 
