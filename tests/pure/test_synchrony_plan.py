@@ -62,6 +62,7 @@ def test_all_bad_values_are_told_at_once() -> None:
         ({"merge": "neighbour", "weights": ((0.5, 0.5, 0, 0),) * 4}, "not doubly stochastic"),
         ({"compress": "int8"}, "exchange.compress"),
         ({"merge": "mean", "compress": "int9"}, "synchrony.compress"),
+        ({"merge": "mean", "compress": "int8"}, 'let state be "keep" or "reset"'),
         ({"merge": "mean", "copies": 3}, "no multiple of 3 copies"),
         ({"copies": 2}, "do not agree at every step"),
     ],
@@ -117,6 +118,22 @@ def test_the_executor_refuses_what_it_cannot_run() -> None:
     plan = data_parallel(64, processes=4, synchrony=Synchrony(merge="penalty", kind="soft_bounded"))
     with pytest.raises(PlanError, match="synchrony"):
         check_executable(plan)
+
+
+def test_only_differences_to_a_common_model_are_compressed() -> None:
+    rules = Synchrony(merge="elastic", compress="int8")
+    plan = data_parallel(64, processes=4, zero=1, synchrony=rules)
+    with pytest.raises(PlanError) as raised:
+        check_executable(plan)
+    said = "\n".join(raised.value.problems)
+    assert 'synchrony.compress "int8" with merge "elastic": what is compressed' in said
+    check_executable(
+        data_parallel(
+            64,
+            processes=4,
+            synchrony=Synchrony(merge="mean", state="keep", compress="int8", copies=2),
+        )
+    )
 
 
 @pytest.mark.parametrize(

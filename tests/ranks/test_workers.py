@@ -42,6 +42,11 @@ WAYS: dict[str, dict[str, Any]] = {
         "outer_rate": 0.7,
     },
     "copies": {"merge": "mean", "local_steps": 3, "copies": 2},
+    "int8": {"merge": "mean", "local_steps": 2, "state": "keep", "compress": "int8"},
+    "sparse diloco": {
+        "merge": "mean", "local_steps": 2, "warm_up": 1, "state": "reset", "copies": 2,
+        "compress": "topk:0.2", "outer": "nesterov", "outer_momentum": 0.9, "outer_rate": 0.7,
+    },
     "elastic": {"merge": "elastic", "local_steps": 2, "alpha": 0.3, "beta": 0.2},
     "ring": {"merge": "neighbour"},
     "exponential": {"merge": "neighbour", "topology": "exponential", "local_steps": 2},
@@ -193,6 +198,72 @@ DILOCO = WAYS["diloco"]
 def trained(run: headway.Executor) -> list[list[float]]:
     run.flush()
     return [p.detach().flatten().tolist() for p in run.model.parameters()]
+
+
+def all_is_sent(world: Any) -> None:
+    ends = []
+    for compress in ("none", "topk:1"):
+        run = executor(World.adopt(), merge="mean", local_steps=2, state="keep", compress=compress)
+        for batch in run.batches(data(), epochs=2):
+            run.step(batch)
+        run.finish()
+        ends.append(torch.cat([p.detach().flatten() for p in run.model.parameters()]))
+        run.strategy.close()
+    assert torch.allclose(*ends, rtol=0, atol=1e-12)
+
+
+def test_a_compressor_that_sends_everything_changes_nothing() -> None:
+    run_ranks(2, all_is_sent)
+
+
+WIDE: dict[str, Any] = {
+    "merge": "mean", "local_steps": 2, "state": "keep", "compress": "topk:0.1",
+}  # fmt: skip
+
+
+def wide_executor(**words: Any) -> headway.Executor:
+    """A layer that is large enough to be compressed."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 1))
+    plan = data_parallel(10, processes=2, precision="float64", synchrony=Synchrony(**words))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    return headway.Executor(
+        net, optimizer, loss=headway.criterion(nn.MSELoss()), plan=plan, world=World.adopt()
+    )
+
+
+def kept(run: headway.Executor) -> dict[str, torch.Tensor]:
+    return {
+        name: value
+        for name, value in run.strategy.exchange_state().items()
+        if name.endswith("/residual")
+    }
+
+
+def residuals_survive(world: Any, path: Path) -> None:
+    """What was sent and what is kept back are the differences; a checkpoint has both."""
+    run = wide_executor(**WIDE)
+    for batch in run.batches(data(), epochs=2):
+        run.step(batch)
+        if run.steps_done == 4:
+            run.save(path)
+            before = kept(run)
+    assert list(before) == ["exchange.difference/0.weight/residual"]
+    assert all(value.abs().sum() > 0 for value in before.values())
+    begun = wide_executor(**WIDE)
+    assert begun.resume(path) == 4
+    after = kept(begun)
+    assert after.keys() == before.keys()
+    assert all(torch.allclose(after[name], before[name], rtol=1e-12) for name in before)
+    for batch in begun.batches(data(), epochs=2):
+        begun.step(batch)
+    begun.finish()
+    run.strategy.close()
+    begun.strategy.close()
+
+
+def test_what_is_kept_back_survives_a_checkpoint(tmp_path: Path) -> None:
+    run_ranks(2, residuals_survive, tmp_path / "checkpoints")
 
 
 def resumed_as_uninterrupted(world: Any, path: Path) -> None:

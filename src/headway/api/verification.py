@@ -354,7 +354,7 @@ class _SerialRun:
         entry = partial(record_serial, ranks=self._ranks)
         if self._workers is not None:
             ranks, split = self._workers
-            entry = partial(record_workers, ranks=ranks)
+            entry = partial(record_workers, ranks=ranks, split=split)
             if history_file(split, 0).exists():
                 entry = partial(record_history, ranks=ranks, split=split)
         _start(entry, job, target, 1)

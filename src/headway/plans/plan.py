@@ -574,8 +574,7 @@ def _unsupported_synchrony(plan: Plan) -> Iterator[str]:
         yield f"memory.zero {plan.memory.zero} with workers of one rank ({synchrony})"
     if synchrony.place == "master" and synchrony.merge == "mean":
         yield 'synchrony.topology "master": the mean is taken by an all-reduce; leave it out'
-    if synchrony.compress != "none":
-        yield f'synchrony.compress "{synchrony.compress}": models travel whole'
+    yield from _unsupported_compression(plan)
     if not plan.flushes:
         yield (
             f"a pipeline of {plan.pipeline.schedule} with workers that do not agree at every step "
@@ -588,6 +587,26 @@ def _unsupported_synchrony(plan: Plan) -> Iterator[str]:
     ):
         if found:
             yield f"{what} with workers that do not agree at every step ({synchrony})"
+
+
+def _unsupported_compression(plan: Plan) -> Iterator[str]:
+    """Why what travels between workers cannot be compressed."""
+    synchrony = plan.synchrony
+    if synchrony.compress == "none":
+        return
+    what = f'synchrony.compress "{synchrony.compress}"'
+    if synchrony.merge != "mean":
+        yield (
+            f'{what} with merge "{synchrony.merge}": what is compressed is the difference to the '
+            'model that all workers had after they last met, which only merge "mean" has'
+        )
+    for parts, found in (
+        (f"memory.zero {plan.memory.zero}", plan.memory.zero > 0),
+        ("stages", plan.pipe_degree > 1),
+        ("split", plan.group_degree > 1),
+    ):
+        if found:
+            yield f"{what} with {parts} inside workers: a rank has a part of the difference only"
 
 
 def check_device(plan: Plan, device: str) -> None:

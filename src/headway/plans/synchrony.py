@@ -135,7 +135,8 @@ class Synchrony:
         period_up: Of "elastic" with topology "tree": local steps between messages to the parent.
         period_down: The same, to the children.
         weights: Of "neighbour": the mixing matrix W, row by row, in place of the topology's own.
-        compress: A compressor for what travels between workers.
+        compress: With merge "mean", a compressor for what each worker sends at a meeting: the
+            difference between the model after the last meeting and its own.
         copies: Data-parallel copies of the model inside each worker, which agree at every step;
             with `memory.zero` they keep the model together.
     """
@@ -283,6 +284,12 @@ class Synchrony:
             yield (
                 f"synchrony.beta is {self.beta:g} with {workers} workers that meet at once: the "
                 f"centre would move beyond their mean; at most {1 / workers:g}"
+            )
+        if self.merge == "mean" and self.compress != "none" and self.state == "average":
+            yield (
+                f'synchrony.compress "{self.compress}" with state "average": the optimisers\' '
+                "moments have no common value to which a difference could be sent; let state be "
+                '"keep" or "reset"'
             )
         if self.weights:
             yield from mixing_problems(self.weights, workers)

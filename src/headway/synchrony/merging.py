@@ -68,11 +68,17 @@ class CommonModel:
 
     def step(self, average: Value) -> None:
         """Take the mean of a meeting; `at` is what all workers go on with."""
+        if self.synchrony.outer == "none":
+            self.at = average
+        else:
+            self.move(self.at - average)
+
+    def move(self, delta: Value) -> None:
+        """The same, from the mean of all differences x_old - x_i, or what came of it."""
         rules = self.synchrony
         if rules.outer == "none":
-            self.at = average
+            self.at = self.at - delta
             return
-        delta = self.at - average
         self.momentum = (
             delta if self.momentum is None else self.momentum * rules.outer_momentum + delta
         )
@@ -102,7 +108,7 @@ class Meet:
     """A worker's model after some step, for all, or for its neighbours.
 
     Attributes:
-        what: "model", or the optimiser's "state".
+        what: "model", the "difference" to the common model, or the optimiser's "state".
     """
 
     step: int

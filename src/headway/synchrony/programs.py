@@ -257,15 +257,29 @@ def _local_worker(
         elif met:
             return
         if met or gradient is None:
-            average = yield from _mean(step, replica.read())
-            if step <= synchrony.warm_up:
-                common.at = average
-            else:
-                common.step(average)
-            replica.write(common.at)
+            yield from _meet(step, replica, common)
             yield from _agree_on_state(synchrony, step, replica)
         if gradient is None:
             return
+
+
+def _meet(step: int, replica: Replica, common: merging.CommonModel) -> Generator[Any, Any, None]:
+    """All go on with one model."""
+    rules = common.synchrony
+    warm = step <= rules.warm_up
+    if rules.compress == "none":
+        average = yield from _mean(step, replica.read())
+        if warm:
+            common.at = average
+        else:
+            common.step(average)
+    else:
+        delta = yield from _mean(step, common.at - replica.read(), "difference")
+        if warm:
+            common.at = common.at - delta
+        else:
+            common.move(delta)
+    replica.write(common.at)
 
 
 def meets_after(synchrony: Synchrony, steps: int) -> bool:

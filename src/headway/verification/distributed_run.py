@@ -44,6 +44,7 @@ from headway.run.step.randomness import build_model
 from headway.run.step.setup import recipe_plan, stepped_each_step
 from headway.run.strategy.training_state import TrainingState
 from headway.run.synchrony.free_run import FreeRun
+from headway.run.synchrony.rounds import RoundsRun
 from headway.verification.exchange_recording import ExchangeRecorder, exchange_file
 from headway.verification.history_run import history_file
 from headway.verification.recording import (
@@ -55,7 +56,13 @@ from headway.verification.recording import (
 from headway.verification.reference.epochs import reference_epochs
 from headway.verification.reference.recipes import check_plan
 from headway.verification.serial_run import save_cut
-from headway.verification.worker_run import by_worker, worker_name, workers_file
+from headway.verification.worker_exchange import (
+    by_worker,
+    meeting_kinds,
+    meetings_file,
+    worker_name,
+)
+from headway.verification.worker_run import workers_file
 
 TensorsByKind = dict[str, dict[str, Tensor]]
 
@@ -290,6 +297,11 @@ class RecordedRun:
         self._free: list[tuple[float, float, TensorsByKind]] | None = None
         if isinstance(executor.strategy.rounds, FreeRun):
             self._free = []
+        self._meetings: ExchangeRecorder | None = None
+        rounds = executor.strategy.rounds
+        if isinstance(rounds, RoundsRun) and (differences := rounds.differences) is not None:
+            self._meetings = ExchangeRecorder(lambda: differences.description)
+            differences.observe(self._meetings)
         self._crossing: _CrossingSteps | None = None
         if plan.exchange.priority and recipe.clip is None and world.ranks > 1:
             self._crossing = _CrossingSteps(trained)
@@ -364,6 +376,8 @@ class RecordedRun:
         """
         if self._observer is not None and (self._job.narrow or not self._plan.exchange.exact):
             self._observer.recording().save(exchange_file(target, self._world.rank))
+        if self._meetings is not None:
+            self._meetings.recording().save(meetings_file(target, self._world.rank))
         if self._world.rank == 0:
             recording = self._recorder.recording(apart=self._apart, ended=ended)
             replace(recording, coupled=self.coupled).save(target)
@@ -418,7 +432,9 @@ class RecordedRun:
         """Record the tensors of all workers, and the loss over all samples; collective."""
         world, inner = self._world, self._plan.ranks // self._plan.workers
         worker, place = divmod(world.rank, inner)
-        own = {} if place else numbers
+        own = {} if place else dict(numbers)
+        if self._meetings is not None:
+            own |= meeting_kinds(self._meetings, step)
         flat = {
             f"{kind}/{name}": value.detach().to_dense() if value.is_sparse else value.detach()
             for kind, tensors in by_worker({worker: own}).items()
@@ -451,6 +467,8 @@ class RecordedRun:
         """Record the model that all workers end with."""
         if self._plan.synchrony.by_all_reduce:
             return
+        if self._meetings is not None:
+            self._meetings.step = step + 1
         self._run.finish()
         for made, (loss, count, numbers) in enumerate(self._free or (), 1):
             self._take_workers(made, loss, count, numbers)
@@ -482,6 +500,8 @@ class RecordedRun:
 
     def watch(self, step: int) -> None:
         """A step is about to be made."""
+        if self._meetings is not None:
+            self._meetings.step = step
         exchange = self._run.strategy.exchange
         if exchange is None:
             return

@@ -44,10 +44,10 @@ from headway.synchrony.history import History, merged
 from headway.units import counted
 from headway.verification.recording import Recorder, VerifyJob, recipe_and_plan
 from headway.verification.reference.optimizers import step_as_published
+from headway.verification.worker_exchange import by_worker
 from headway.verification.worker_run import (
     Model,
     WorkerGradients,
-    by_worker,
     hearing,
     prepared,
 )

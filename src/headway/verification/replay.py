@@ -352,11 +352,11 @@ class Replay:
             if self._replicated:
                 used = set().union(*(made[self._number(rank)] for rank in bucket.ranks))
                 for rank, out in zip(bucket.ranks, outs, strict=True):
-                    rows = {n: r for n, r in _rows(bucket, out) if n in used}
+                    rows = {n: r for n, r in rows_by_name(bucket, out) if n in used}
                     sums[self._number(rank)] |= rows
         self._compressed.update(compressed)
         self._states = [
-            _state_after(before, exchange, step)
+            state_after(before, exchange, step)
             for before, exchange in zip(self._states, self._exchanges, strict=True)
         ]
         if self._replicated:
@@ -422,7 +422,7 @@ class Replay:
             bucket=bucket,
             rows=[tensors[f"{bucket.key}/in"].double().numpy() for tensors in recorded],
             before=[self._states[rank] for rank in bucket.ranks],
-            after=[_state_of(self._exchanges[rank], bucket.step) for rank in bucket.ranks],
+            after=[state_of(self._exchanges[rank], bucket.step) for rank in bucket.ranks],
             seed=self._recipe.seed,
             steps=max(self._compressed[name] for name in bucket.names),
             reduce=self._plan.exchange.reduce,
@@ -504,7 +504,7 @@ class Replay:
             factor = bucket.weight
             if not self._updates:
                 factor *= self._factor(rank, samples, own)
-            given = dict(_rows(bucket, self._exchanges[rank].tensors[f"{bucket.key}/in"]))
+            given = dict(rows_by_name(bucket, self._exchanges[rank].tensors[f"{bucket.key}/in"]))
             for name in bucket.names:
                 parameter = named[name]
                 row = _row_of(parameter, factor)
@@ -527,7 +527,7 @@ class Replay:
         for rank in bucket.ranks:
             given = given + self._exchanges[rank].tensors[f"{bucket.key}/in"]
         factor = bucket.weight * self._factor(0, samples, own)
-        for name, row in _rows(bucket, given):
+        for name, row in rows_by_name(bucket, given):
             key = f"{bucket.step}/share/{name} of all ranks"
             self.expected.put(key, _row_of(named[name], factor))
             self.given.put(key, row)
@@ -602,7 +602,7 @@ class Replay:
         self.given.put(key, torch.tensor(float(apart.sum()) / spread, dtype=torch.float64))
 
 
-def _state_of(exchange: RecordedExchange, step: int) -> dict[str, Tensor]:
+def state_of(exchange: RecordedExchange, step: int) -> dict[str, Tensor]:
     """What a rank's compressors keep after a step, of all its buckets."""
     found: dict[str, Tensor] = {}
     for bucket in exchange.buckets:
@@ -611,16 +611,16 @@ def _state_of(exchange: RecordedExchange, step: int) -> dict[str, Tensor]:
     return found
 
 
-def _state_after(
+def state_after(
     before: Mapping[str, Tensor], exchange: RecordedExchange, step: int
 ) -> dict[str, Tensor]:
     """The same with that of earlier steps, where a parameter had no part in this one."""
     names = {name for b in exchange.buckets if b.step == step for name in b.names}
     left = {key: value for key, value in before.items() if parse_kept(key)[0] not in names}
-    return left | _state_of(exchange, step)
+    return left | state_of(exchange, step)
 
 
-def _rows(bucket: RecordedBucket, row: Tensor) -> Iterator[tuple[str, Tensor]]:
+def rows_by_name(bucket: RecordedBucket, row: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Each parameter of a bucket with its part of a row."""
     start = 0
     for name, shape in zip(bucket.names, bucket.shapes, strict=True):
@@ -643,6 +643,11 @@ def _row_of(parameter: nn.Parameter, factor: float) -> Tensor:
         return torch.zeros(parameter.numel(), dtype=torch.float64)
     dense = parameter.grad.to_dense() * factor
     return dense.permute(_memory_order(parameter)).reshape(-1)
+
+
+def memory_row(tensor: Tensor) -> Tensor:
+    """A tensor in the order of its memory."""
+    return tensor.permute(_memory_order(tensor)).reshape(-1)
 
 
 def as_parameter(row: Tensor, parameter: Tensor) -> Tensor:

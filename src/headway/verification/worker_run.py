@@ -40,25 +40,9 @@ from headway.verification.reference.batches import reference_batches
 from headway.verification.reference.draws import initial_model
 from headway.verification.reference.epochs import reference_epochs
 from headway.verification.serial_run import CopyBuffers, find_draws, gradients_of, perturb
+from headway.verification.worker_exchange import MeetingLaw, by_worker
 
 Model = dict[str, Tensor]
-
-
-def worker_name(worker: int, name: str) -> str:
-    """How a recording calls a tensor of one worker."""
-    return f"worker {worker}: {name}"
-
-
-def by_worker(
-    numbers: Mapping[int, Mapping[str, Mapping[str, Tensor]]],
-) -> dict[str, dict[str, Tensor]]:
-    """The tensors of all workers under their names in a recording, by kind."""
-    found: dict[str, dict[str, Tensor]] = {}
-    for worker, kinds in numbers.items():
-        for kind, tensors in kinds.items():
-            named = {worker_name(worker, name): value for name, value in tensors.items()}
-            found.setdefault(kind, {}).update(named)
-    return found
 
 
 def workers_file(target: Path) -> Path:
@@ -66,12 +50,17 @@ def workers_file(target: Path) -> Path:
     return target.with_suffix(".workers")
 
 
-def record_workers(_: LaunchEnv, job: VerifyJob, target: Path, *, ranks: int) -> None:
-    """Make the steps of all workers of a plan in float64; save the recording."""
+def record_workers(_: LaunchEnv, job: VerifyJob, target: Path, *, ranks: int, split: Path) -> None:
+    """Make the steps of all workers of a plan in float64; save the recording.
+
+    Args:
+        split: The recording of the run, with what its compressed meetings have made.
+    """
     recipe, plan = recipe_and_plan(job, ranks)
     initial, states, steps = prepared(job, recipe, plan)
     recorder = Recorder(states[0])
-    workers = _Workers(recipe, plan, states)
+    law = MeetingLaw(plan, recipe.seed, split) if plan.synchrony.compress != "none" else None
+    workers = _Workers(recipe, plan, states, law)
     step = 0
     for step, batches in enumerate(steps, 1):
         loss = workers.step(step, batches)
@@ -83,8 +72,11 @@ def record_workers(_: LaunchEnv, job: VerifyJob, target: Path, *, ranks: int) ->
             )
         recorder.take(step, loss, workers.numbers())
     workers.end(step)
-    recorder.take(step + 1, 0.0, {"parameter": workers.numbers()["parameter"]})
-    replace(recorder.recording(), initial=initial).save(target)
+    ends = workers.numbers()
+    kinds = ("parameter", "share", "exchange", "residual")
+    recorder.take(step + 1, 0.0, {kind: ends[kind] for kind in kinds if kind in ends})
+    bounds = {} if law is None else law.bounds
+    replace(recorder.recording(), initial=initial, bounds=bounds).save(target)
 
 
 def prepared(
@@ -136,10 +128,17 @@ class WorkerGradients:
 
 
 class _Workers:
-    def __init__(self, recipe: Recipe, plan: Plan, states: Sequence[TrainingState]) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        states: Sequence[TrainingState],
+        law: MeetingLaw | None,
+    ) -> None:
         models = [state.model for state in states]
         self._states, self._gradients = states, WorkerGradients(recipe, models)
-        self._rule = _rule(plan.synchrony, models)
+        self._law = law
+        self._rule = _rule(plan.synchrony, models, law)
 
     def step(self, step: int, batches: Sequence[RankBatch]) -> float:
         """One step of every worker; returns the loss over all samples."""
@@ -165,9 +164,10 @@ class _Workers:
         self._rule.end(step, self._states)
 
     def numbers(self) -> dict[str, dict[str, Tensor]]:
-        return by_worker(
+        found = by_worker(
             {worker: state.tensors_by_kind() for worker, state in enumerate(self._states)}
         )
+        return found if self._law is None else found | self._law.taken()
 
 
 def _values(model: nn.Module) -> Model:
@@ -199,11 +199,11 @@ class _Rule(Protocol):
         """What all end with, after the last step."""
 
 
-def _rule(synchrony: Synchrony, models: Sequence[nn.Module]) -> _Rule:
+def _rule(synchrony: Synchrony, models: Sequence[nn.Module], law: MeetingLaw | None) -> _Rule:
     start = _values(models[0])
     match synchrony.merge:
         case "mean":
-            return _Mean(synchrony, start)
+            return _Mean(synchrony, start, law)
         case "elastic":
             return _Elastic(synchrony, start)
         case "neighbour":
@@ -214,8 +214,8 @@ def _rule(synchrony: Synchrony, models: Sequence[nn.Module]) -> _Rule:
 class _Mean:
     """Means of all models; an outer optimiser is torch's SGD on a model of its own."""
 
-    def __init__(self, synchrony: Synchrony, start: Model) -> None:
-        self._rules = synchrony
+    def __init__(self, synchrony: Synchrony, start: Model, law: MeetingLaw | None) -> None:
+        self._rules, self._law = synchrony, law
         self._outer = {name: nn.Parameter(value.clone()) for name, value in start.items()}
         self._optimizer: torch.optim.SGD | None = None
         if synchrony.outer != "none":
@@ -237,14 +237,23 @@ class _Mean:
 
     def after_update(self, step: int, states: Sequence[TrainingState]) -> None:
         if self._is_meeting(step):
-            self._meet(step, states)
+            self._meet(step, step, states)
 
     def end(self, step: int, states: Sequence[TrainingState]) -> None:
         if not self._is_meeting(step):
-            self._meet(step, states)
+            self._meet(step, step + 1, states)
 
-    def _meet(self, step: int, states: Sequence[TrainingState]) -> None:
-        average = _average([_values(state.model) for state in states])
+    def _meet(self, step: int, recorded: int, states: Sequence[TrainingState]) -> None:
+        """
+        Args:
+            recorded: The step under which a recording has it: the end is one of its own.
+        """
+        models = [_values(state.model) for state in states]
+        average = _average(models)
+        if self._law is not None:
+            common = {name: parameter.detach() for name, parameter in self._outer.items()}
+            total = self._law.meet(recorded, common, models)
+            average = {name: x - total[name] / len(models) for name, x in common.items()}
         with torch.no_grad():
             for name, parameter in self._outer.items():
                 parameter.grad = parameter.detach() - average[name]

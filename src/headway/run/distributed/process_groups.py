@@ -18,8 +18,9 @@ from torch import Tensor
 from headway.channel.facts import gather_facts
 from headway.channel.gloo_listeners import drop_later_connections
 from headway.collective.nodes import Nodes
+from headway.comm.backend.process_group import ChooseProgram
 from headway.comm.lanes.all_reduce_program import all_reduce_program_chooser
-from headway.comm.lanes.routes import RoutePool
+from headway.comm.lanes.routes import RankPartition, RoutePool
 from headway.comm.traffic_shaper import TrafficShaper
 from headway.parallel.global_norm import GlobalNorm
 from headway.plans import Plan
@@ -30,13 +31,23 @@ if TYPE_CHECKING:
 
 def exchange_routes(plan: Plan, world: World) -> RoutePool:
     """The groups of a plan's exchange; collective."""
-    pace = TrafficShaper.of(*world.place.pace) if world.place.pace else None
     among = plan.alike if plan.split.tensor or plan.workers > 1 else None
+    return exchange_pool(world, among, all_reduce_program_chooser(plan.exchange))
+
+
+def exchange_pool(
+    world: World, among: RankPartition | None, choose: ChooseProgram | None = None
+) -> RoutePool:
+    """The groups of an exchange on the links of this world; collective.
+
+    Args:
+        among: Who exchanges with whom; None: all with all.
+        choose: As of `RoutePool`.
+    """
+    pace = TrafficShaper.of(*world.place.pace) if world.place.pace else None
     # A process group that the user's program has made keeps its own time-out.
     timeout = timedelta(seconds=world.timeout_seconds) if world.store is not None else None
-    return RoutePool(
-        find_nodes(world), pace, among, all_reduce_program_chooser(plan.exchange), timeout
-    )
+    return RoutePool(find_nodes(world), pace, among, choose, timeout)
 
 
 def global_norm(plan: Plan, world: World) -> GlobalNorm | None:

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.optim import Optimizer
 
-from headway.comm.compress.state import STATE_PREFIX, collect_state, distribute_state
+from headway.comm.compress.state import collect_state, distribute_state
 from headway.comm.exchange.gradient_exchange import DeltaUpdate, GradientExchange
 from headway.comm.lanes.buckets import BucketTiming
 from headway.comm.lanes.routes import RoutePool
@@ -58,6 +58,7 @@ from headway.run.strategy.parameters import (
 from headway.run.strategy.split_layers import SplitLayers, infer_plan_split
 from headway.run.strategy.step_context import StepContext, StepReduction, TrainingSetup
 from headway.run.strategy.training_state import TrainingState
+from headway.run.synchrony.differences import DifferenceExchange
 from headway.run.synchrony.free_run import FreeRun
 from headway.run.synchrony.replica import ModelReplica
 from headway.run.synchrony.rounds import RoundsRun, WorkerPlace
@@ -403,7 +404,7 @@ class Strategy:
     def close(self) -> None:
         """Finish the exchange in progress and remove the hooks from the model."""
         self.flush()
-        if isinstance(self.rounds, FreeRun):
+        if self.rounds is not None:
             self.rounds.close()
         self.reducer.close()
         self._trained = {}
@@ -412,7 +413,8 @@ class Strategy:
     def exchange_state(self) -> dict[str, Tensor]:
         """Residuals of the compressors, for a checkpoint; collective."""
         if self.rounds is not None:
-            return {f"{STATE_PREFIX}{name}": t for name, t in self.rounds.state().items()}
+            with self.context.exchanging():
+                return dict(self.rounds.state())
         if self.exchange is None or self._setup.plan.exchange.exact:
             return {}
         with self.context.exchanging():
@@ -420,10 +422,10 @@ class Strategy:
 
     def restore_exchange(self, saved: Mapping[str, Tensor]) -> None:
         """Restore the residuals that are among the tensors of a checkpoint."""
-        state = distribute_state(saved, self.context.world.ranks)
         if self.rounds is not None:
-            self.rounds.restore(state)
+            self.rounds.restore(saved)
             return
+        state = distribute_state(saved, self.context.world.ranks)
         if not state:
             return
         if self.exchange is None or self._setup.plan.exchange.exact:
@@ -683,7 +685,14 @@ def _rounds(
     context.inside = place.inside
     if not plan.synchrony.in_rounds:
         return FreeRun(plan, place, setup.world, parameters.named, setup.optimizer)
-    return RoundsRun(plan, place, lambda: ModelReplica(parameters.updated, setup.optimizer))
+    differences = None
+    if plan.synchrony.compress != "none":
+        differences = DifferenceExchange(
+            plan, setup.world, parameters.named, place.inside, setup.seed
+        )
+    return RoundsRun(
+        plan, place, lambda: ModelReplica(parameters.updated, setup.optimizer), differences
+    )
 
 
 def _bucket_reducer(setup: TrainingSetup, context: StepContext) -> Reducer:

@@ -21,10 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headway.channel.gloo_listeners import drop_later_connections
+from headway.comm.compress.state import STATE_PREFIX
 from headway.errors import RunError
 from headway.plans import Plan
 from headway.run.step.record import AgreementRecord
 from headway.run.synchrony.bundle import Bundle
+from headway.run.synchrony.differences import DifferenceExchange
 from headway.run.synchrony.observed import Observed
 from headway.run.synchrony.replica import ModelReplica
 from headway.synchrony import merging, mixing
@@ -96,12 +98,18 @@ class RoundsRun:
 
     Attributes:
         common: What the workers have agreed on.
+        differences: What compresses their meetings; None: models travel whole.
         met: Whether all workers have the same model now.
     """
 
     def __init__(
-        self, plan: Plan, place: WorkerPlace, make_replica: Callable[[], ModelReplica]
+        self,
+        plan: Plan,
+        place: WorkerPlace,
+        make_replica: Callable[[], ModelReplica],
+        differences: DifferenceExchange | None = None,
     ) -> None:
+        self.differences = differences
         self._plan, self._rules, self._place = plan, plan.synchrony, place
         self._make_replica = make_replica
         self.common = merging.CommonModel(plan.synchrony)
@@ -220,11 +228,16 @@ class RoundsRun:
             self._send(self._place.peers[to.number], message.model)
 
     def _meet(self, message: merging.Meet) -> None:
+        share = 1 / self._plan.workers
+        if message.what == "difference":
+            assert self.differences is not None
+            total = self.differences.start(message.model)
+            self._awaited.append(_Awaited(_MEETING, [], lambda: total() * share))
+            return
         sums = Bundle(tuple(tensor.clone() for tensor in message.model.flat))
         works = [
             dist.all_reduce(tensor, group=self._place.across, async_op=True) for tensor in sums.flat
         ]
-        share = 1 / self._plan.workers
         self._awaited.append(_Awaited(_MEETING, [w for w in works if w], lambda: sums * share))
 
     def _send(self, rank: int, model: Bundle) -> None:
@@ -262,21 +275,33 @@ class RoundsRun:
                 fix='Set synchrony.state to "keep" or "reset".',
             )
 
+    def close(self) -> None:
+        """End what runs beside the training thread."""
+        if self.differences is not None:
+            self.differences.close()
+
     # -- checkpoints ---------------------------------------------------------------------------
 
     def state(self) -> Mapping[str, Tensor]:
-        """What the workers have agreed on beside the model: "name/momentum" -> tensor."""
-        if self.common.momentum is None:
-            return {}
-        named = self._replica.by_name(self.common.momentum)
-        return {f"{name}/{_MOMENTUM}": tensor for name, tensor in named.items()}
+        """What the workers have beside the model: the momentum that they have agreed on, and what
+        compressed meetings keep back; "exchange.name/what" -> tensor. Collective."""
+        found: dict[str, Tensor] = {}
+        if self.differences is not None:
+            found = self.differences.state(self._place.across)
+        if self.common.momentum is not None:
+            named = self._replica.by_name(self.common.momentum)
+            found |= {f"{STATE_PREFIX}{name}/{_MOMENTUM}": t for name, t in named.items()}
+        return found
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:
+    def restore(self, saved: Mapping[str, Tensor]) -> None:
         """Take up what `state` has given; the model has been restored before."""
+        if self.differences is not None:
+            self.differences.restore(saved)
+        end = f"/{_MOMENTUM}"
         own = {
-            name.removesuffix(f"/{_MOMENTUM}"): tensor
-            for name, tensor in state.items()
-            if name.endswith(f"/{_MOMENTUM}")
+            name.removeprefix(STATE_PREFIX).removesuffix(end): tensor.clone()
+            for name, tensor in saved.items()
+            if name.startswith(STATE_PREFIX) and name.endswith(end)
         }
         self.common.at = None
         self.common.momentum = self._replica.from_names(own) if own else None
