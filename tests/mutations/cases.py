@@ -243,6 +243,20 @@ def worker_stages() -> Recipe:
 
 
 @case(3, steps=5)
+def sparse_diloco() -> Recipe:
+    recipe = meeting(
+        "sparse-diloco", warm_up=1, state="keep", compress="topk:0.2", outer="nesterov",
+        outer_momentum=0.9, outer_rate=0.7,
+    )  # fmt: skip
+    return replace(recipe, model=TwoWide)
+
+
+@case(4, steps=5)
+def rounded_copies() -> Recipe:
+    return meeting("rounded-copies", state="keep", compress="int8", copies=2)
+
+
+@case(3, steps=5)
 def elastic_rounds() -> Recipe:
     return meeting("elastic-rounds", merge="elastic", alpha=0.3, beta=0.2)
 
