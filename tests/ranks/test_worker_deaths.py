@@ -17,10 +17,12 @@ from test_free_workers import WAYS, data, executor, trained
 from torch import nn
 
 import headway
+from headway.errors import RunError
 from headway.plans import Synchrony
 from headway.run.distributed.world import World
 from headway.run.synchrony.free_run import FreeRun
-from headway.synchrony.history import Died, History, merged
+from headway.synchrony.actors import Address
+from headway.synchrony.history import Died, History, Undone, merged
 from support.ranks import run_ranks
 from support.sampling import sampled
 
@@ -146,3 +148,45 @@ def test_a_stopped_worker_holds_up_whom_the_plan_says(
     found = run_ranks(3, standing, words)
     assert [steps for _, steps in found] == [12, 12, 12]
     assert all(least <= made <= most for made, _ in found[:2])
+
+
+@pytest.mark.slow
+def test_a_run_without_anybody_left_is_started_again(tmp_path: Path) -> None:
+    """The last of the workers has nobody who goes on, and the models of pairs are gone."""
+    found = headway.train(
+        recipe("pairs"), processes=2, directory=tmp_path / "run",
+        faults=["kill rank 0 at step 7", "kill rank 1 at step 9"], restarts=1,
+    )  # fmt: skip
+    assert (found.steps, found.attempts) == (40, 2)
+
+
+@pytest.mark.slow
+def test_a_dead_server_ends_the_run_and_all_begin_again(tmp_path: Path) -> None:
+    found = headway.train(
+        recipe("asynchronous"), processes=2, directory=tmp_path / "run",
+        faults=["kill rank 0 at step 7"], restarts=1,
+    )  # fmt: skip
+    assert (found.steps, found.attempts) == (40, 2)
+    headway.train(
+        recipe("asynchronous"), processes=2, directory=tmp_path / "again", replay=tmp_path / "run"
+    )
+    assert same_checkpoints(tmp_path / "run", tmp_path / "again")
+
+
+def test_a_history_is_whole_up_to_the_moment_of_a_kill(tmp_path: Path) -> None:
+    history = History()
+    history.append_to(tmp_path / "one")
+    model = Address("model", 1)
+    history.note(model, 1)
+    history.add(model, Undone(2, 70_000))
+    history.add(model, Died(2))
+    history.note(Address("server"), 3)
+    cut = tmp_path / "one"
+    assert History.load(cut).logs == history.logs
+    assert History.load(cut).undone(1) == {(2, 70_000)}
+    assert list(History.load(cut).senders(model)) == [1]
+    cut.write_bytes(cut.read_bytes()[:-1])
+    assert list(History.load(cut, killed=True).logs) == [model]
+    assert History.load(cut, killed=True).events == 5
+    with pytest.raises(RunError, match="ends in the middle"):
+        History.load(cut)

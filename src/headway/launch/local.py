@@ -170,12 +170,15 @@ def _ending(
     # From files, because the agent returns nothing when a rank has failed.
     results = [_result(job.outbox, rank) for rank in range(processes)]
     silent = [rank for rank in range(processes) if not has_reported(job.outbox, rank)]
-    left = noted_leaves(job.outbox)
+    left, lost = noted_leaves(job.outbox), noted_losses(job.outbox)
+    if len(lost) == processes:  # nobody is left to have gone on
+        silent = list(range(processes))
     deaths: dict[int, int | None] = {
         rank: 0 if status == SILENT else status
         for rank, status in statuses.items()
         if rank in silent and rank not in left
     }
+    deaths |= {rank: -signal.Signals[lost[rank]] for rank in silent if rank in lost}
     # The siblings have seen more than the agent.
     for rank in noted_deaths(job.outbox):
         if rank in silent and rank not in left:

@@ -281,7 +281,7 @@ class Executor:
         # The lines above have moved and widened the parameters, but not the optimiser's state.
         move_optimizer_state(optimizer)
         # While the model is whole: under ZeRO `make_strategy` shards it.
-        if not self.world.alone:
+        if self.world.ranks > 1:
             replica_sync.sync_initial_state(self.model, self.world)
         self._norm: GlobalNorm | None = global_norm(self.plan, self.world)
         self._spare = PaddingBatch(self.plan)

@@ -15,20 +15,11 @@ written anew with one chunk for each holder. A word w of a log is
 - from 0x8000: the next message of server w - 0x8000 is handled (it refreshes a cache);
 - from 0x4000 to 0x47ff: worker w - 0x4000 has died. What it had sent and what is not handled yet is
   dropped, and a message of it that waits in the holder is forgotten; nobody waits for it any more;
-- from 0x5000 to 0x57ff: worker w - 0x5000 comes back in a new life. Four words follow: the number
-  of the life (from 1), the step that it begins with, low and high half, and from whom it takes its
-  model, plus 1 (0: it asks servers or a centre);
-- 0x6000: the holder itself has died and has come back. Two words follow, low and high half: the
-  number of words of this log behind which its state was saved. It goes on with that state; 0: with
-  the state of the start. All that it did between is lost;
 - from 0x6800 to 0x6fff, in the log of a worker's own model: worker w - 0x6800 was gone when this
-  one turned to it. Two words follow: the number of the message to its model, from 0, in the life of
-  the owner of this log, that has come to nothing. Of a pair the answer is the model that was sent;
-  gossip comes back to the own model, as a message of the owner; another message is dropped;
-- from 0x7000 to 0x77ff: worker w - 0x7000 is connected to a holder that has come back. Two words
-  follow: it goes on with the message of its present life that has this number, from 0, which may
-  have been handled before the death (its answer was lost); those before that were not handled are
-  lost.
+  one turned to it. Two words follow, the low half and the high half of a number: so many messages
+  to the other's model came before the one that has come to nothing. Of a pair the answer is the
+  model that was sent; gossip comes back to the own model, as the owner's next message to that;
+  another message is dropped.
 
 A log without words from 0x4000 to 0x7fff is of a run in which nobody died.
 """
@@ -38,8 +29,7 @@ from __future__ import annotations
 import os
 import struct
 from array import array
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -51,9 +41,8 @@ _MAGIC = b"headway history 1\n"
 _KINDS = ("server", "centre", "model", "cache", "meeting")
 _HEAD = struct.Struct("<BIIQ")
 _HOLDER = 0x8000
-_MARK, _NUMBER = 0x7000, 0x07FF
-_DEAD, _JOINED, _BACK, _UNDONE, _RESUMES = 0x4000, 0x5000, 0x6000, 0x6800, 0x7000
-_FOLLOWING = {_DEAD: 0, _JOINED: 4, _BACK: 2, _RESUMES: 2}
+_NUMBER = 0x07FF
+_DEAD, _UNDONE = 0x4000, 0x6800
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,41 +60,6 @@ class Died:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
-    """A worker has come back.
-
-    Attributes:
-        life: Which one of its lives begins, from 1.
-        step: The first that it makes.
-        source: The worker whose model it takes; None: it asks servers or a centre.
-    """
-
-    worker: int
-    life: int
-    step: int
-    source: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Back:
-    """The holder has come back.
-
-    Attributes:
-        to: It goes on with its state behind so many words of the log.
-    """
-
-    to: int
-
-
-@dataclass(frozen=True, slots=True)
-class Resumes:
-    """A worker goes on with a message, by its number in the worker's life."""
-
-    worker: int
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
 class Undone:
     """A message to the model of a worker that was gone has come to nothing, by its number."""
 
@@ -113,25 +67,7 @@ class Undone:
     number: int
 
 
-Entry: TypeAlias = "Handled | Died | Joined | Back | Resumes | Undone"
-
-
-@dataclass(slots=True)
-class Turn:
-    """An entry of a log, with what a replay must know of a message.
-
-    Attributes:
-        life: Of the sender.
-        number: Of the message, in that life and to this holder.
-        answered: Whether its answer has reached the sender: not, if it is handled again.
-        place: Words of the log before it.
-    """
-
-    entry: Entry
-    place: int
-    life: int = 0
-    number: int = 0
-    answered: bool = True
+Entry: TypeAlias = "Handled | Died | Undone"
 
 
 def _words(entry: Entry) -> tuple[int, ...]:
@@ -140,14 +76,8 @@ def _words(entry: Entry) -> tuple[int, ...]:
             return (sender if isinstance(sender, int) else _HOLDER | sender.number,)
         case Died(worker=worker):
             return (_DEAD | worker,)
-        case Joined(worker=worker, life=life, step=step, source=source):
-            return (_JOINED | worker, life, *_halves(step), 0 if source is None else source + 1)
-        case Back(to=to):
-            return (_BACK, *_halves(to))
         case Undone(worker=worker, number=number):
             return (_UNDONE | worker, *_halves(number))
-        case Resumes(worker=worker, number=number):
-            return (_RESUMES | worker, *_halves(number))
 
 
 def _halves(number: int) -> tuple[int, int]:
@@ -161,20 +91,11 @@ def _entry(words: array[int], place: int) -> tuple[Entry, int]:
         return Handled(Address("server", word & ~_HOLDER)), place + 1
     if word < _DEAD:
         return Handled(word), place + 1
-    kind, worker = word & _MARK, word & _NUMBER
-    end = place + 1 + _FOLLOWING[kind]
-    rest = words[place + 1 : end]
-    match kind:
-        case 0x4000:
-            return Died(worker), end
-        case 0x5000:
-            source = None if rest[3] == 0 else rest[3] - 1
-            return Joined(worker, rest[0], rest[1] | rest[2] << 16, source), end
-        case 0x6000 if word & _UNDONE == _UNDONE:
-            return Undone(worker, rest[0] | rest[1] << 16), end
-        case 0x6000:
-            return Back(rest[0] | rest[1] << 16), end
-    return Resumes(worker, rest[0] | rest[1] << 16), end
+    worker = word & _NUMBER
+    if word & _UNDONE != _UNDONE:
+        return Died(worker), place + 1
+    low, high = words[place + 1 : place + 3]
+    return Undone(worker, low | high << 16), place + 3
 
 
 @dataclass
@@ -197,15 +118,10 @@ class History:
 
     def entries(self, holder: Address) -> Iterator[Entry]:
         """What has happened to a holder."""
-        for _, entry in self.placed(holder):
-            yield entry
-
-    def placed(self, holder: Address) -> Iterator[tuple[int, Entry]]:
-        """What has happened to a holder, each with the number of words before it."""
         words, place = self.logs.get(holder, array("H")), 0
         while place < len(words):
             entry, end = _entry(words, place)
-            yield place, entry
+            yield entry
             place = end
 
     def senders(self, holder: Address) -> Iterator[Sender]:
@@ -214,58 +130,15 @@ class History:
             if isinstance(entry, Handled):
                 yield entry.sender
 
-    def turns(self, holder: Address) -> list[Turn]:
-        """The log of a holder, for its replay."""
-        found: list[Turn] = []
-        lives: dict[Sender, int] = defaultdict(int)
-        numbers: dict[Sender, int] = defaultdict(int)
-        for place, entry in self.placed(holder):
-            turn = Turn(entry, place)
-            match entry:
-                case Handled(sender=sender):
-                    turn.life, turn.number = lives[sender], numbers[sender]
-                    numbers[sender] += 1
-                case Joined(worker=worker, life=life):
-                    lives[worker], numbers[worker] = life, 0
-                case Resumes(worker=worker, number=number):
-                    numbers[worker] = number
-                    for before in found:
-                        again = before.entry == Handled(worker) and before.life == lives[worker]
-                        before.answered &= not (again and before.number >= number)
-            found.append(turn)
-        return found
+    def undone(self, worker: int) -> set[tuple[int, int]]:
+        """What of a worker has come to nothing: for whose model it was, and its number."""
+        entries = self.entries(Address("model", worker))
+        return {(entry.worker, entry.number) for entry in entries if isinstance(entry, Undone)}
 
-    def undone(self, worker: int) -> set[tuple[int, int, int]]:
-        """What of a worker has come to nothing: its life, whose model it was for, its number."""
-        life, found = 0, set()
-        for entry in self.entries(Address("model", worker)):
-            if isinstance(entry, Joined) and entry.worker == worker:
-                life = entry.life
-            elif isinstance(entry, Undone):
-                found.add((life, entry.worker, entry.number))
-        return found
-
-    def dead(self, holders: Iterable[Address] | None = None) -> set[int]:
-        """Workers that have died and have not come back, as these holders know; None: all."""
-        found: set[int] = set()
-        for holder in self.logs if holders is None else holders:
-            here: set[int] = set()
-            for entry in self.entries(holder):
-                if isinstance(entry, Died):
-                    here.add(entry.worker)
-                elif isinstance(entry, Joined):
-                    here.discard(entry.worker)
-            found |= here
-        return found
-
-    def lives(self, worker: int) -> dict[int, Joined]:
-        """The later lives of a worker, by their numbers."""
+    def dead(self) -> set[int]:
+        """Workers that have died."""
         entries = (entry for holder in self.logs for entry in self.entries(holder))
-        return {
-            entry.life: entry
-            for entry in entries
-            if isinstance(entry, Joined) and entry.worker == worker
-        }
+        return {entry.worker for entry in entries if isinstance(entry, Died)}
 
     @property
     def events(self) -> int:

@@ -49,7 +49,6 @@ class LaunchEnv:
         node_name: What the launcher calls this machine; empty: nothing, see `node`.
         pace: In an emulation without root, the file through which the ranks of this node share one
             interface, and its rate in bytes per second; see `comm.traffic_shaper.TrafficShaper.of`.
-        life: How often this process alone was started again, while the others have gone on.
         shelter: A private folder in which the processes of a run that survives the death of some
             leave notes for each other and the launcher; None: a death ends the run.
         emergency: Reports an error and ends this process, from any thread; does not return. Set by
@@ -70,7 +69,6 @@ class LaunchEnv:
     interface: str = ""
     node_name: str = ""
     pace: tuple[Path, float] | None = None
-    life: int = 0
     shelter: Path | None = field(default=None, compare=False)
     emergency: Callable[[HeadwayError], None] | None = field(
         default=None, compare=False, repr=False

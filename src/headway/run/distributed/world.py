@@ -297,7 +297,7 @@ class World:
         self.side_group = side_group
         self.timeout_seconds = timeout_seconds
         self._watchdog = Watchdog(place)
-        self._parted = place.life > 0
+        self._parted = False
 
     @property
     def alone(self) -> bool:
@@ -347,7 +347,7 @@ class World:
             PeerLost: A rank vanished while the groups were made.
         """
         chosen = _device(place, device)
-        if place.ranks == 1 or place.life > 0:
+        if place.ranks == 1:
             return cls(place=place, device=chosen, timeout_seconds=timeout_seconds)
         if dist.is_initialized():
             raise UsageError(

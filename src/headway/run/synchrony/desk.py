@@ -15,24 +15,17 @@ from typing import Any
 from headway.errors import RunError
 from headway.run.synchrony.observed import Observed
 from headway.synchrony.actors import Address, Holder, Outgoing, Sender
-from headway.synchrony.history import Died, Entry, Handled, History, Turn, Undone
+from headway.synchrony.history import Died, Entry, Handled, History, Undone
 from headway.synchrony.merging import Gossip, Pair, Pull
 
 
 @dataclass(frozen=True)
 class Request:
-    """A message for a holder of the receiving rank.
-
-    Attributes:
-        life: Of the sending process.
-        number: Of the message, among those of this sender's life to this holder.
-    """
+    """A message for a holder of the receiving rank."""
 
     holder: Address
     sender: Sender
     message: Any
-    life: int = 0
-    number: int = 0
 
 
 class Desk:
@@ -57,12 +50,12 @@ class Desk:
         self.history = history
         self._holders, self._send, self._over = holders, send, over
         self._observed = observed
-        self._turns: dict[Address, deque[Turn]] | None = None
-        self._early: dict[tuple[Address, Sender, int], dict[int, Any]] = defaultdict(dict)
+        self._turns: dict[Address, deque[Entry]] | None = None
+        self._early: dict[tuple[Address, Sender], deque[Any]] = defaultdict(deque)
 
     def repeat(self, recorded: History) -> None:
         """Let holders handle their messages in a recorded order."""
-        self._turns = {holder: deque(recorded.turns(holder)) for holder in self._holders}
+        self._turns = {holder: deque(recorded.entries(holder)) for holder in self._holders}
         for holder in self._holders:
             self._advance(holder)
 
@@ -71,8 +64,7 @@ class Desk:
         if self._turns is None:
             self._handle(request.holder, request.sender, request.message)
             return
-        early = self._early[request.holder, request.sender, request.life]
-        early[request.number] = request.message
+        self._early[request.holder, request.sender].append(request.message)
         self._advance(request.holder)
 
     def lose(self, worker: int) -> None:
@@ -110,22 +102,19 @@ class Desk:
         assert self._turns is not None
         turns = self._turns[holder]
         while turns:
-            turn = turns[0]
-            match turn.entry:
+            match turns[0]:
                 case Handled(sender=sender):
-                    early = self._early[holder, sender, turn.life]
-                    if turn.number not in early:
+                    early = self._early[holder, sender]
+                    if not early:
                         return
                     turns.popleft()
-                    self._handle(holder, sender, early.pop(turn.number))
+                    self._handle(holder, sender, early.popleft())
                 case Died(worker=worker):
                     turns.popleft()
                     self._lose(holder, worker)
                     self._over(holder, worker)
                 case Undone():  # noted again when the worker comes to it
                     turns.popleft()
-                case entry:
-                    raise RunError(f"a history with {entry}", fix="Repeat it by a later version.")
 
     def _handle(self, holder: Address, sender: Sender, message: Any) -> None:
         self.history.note(holder, sender)

@@ -178,7 +178,7 @@ class FreeRun:
         self._plan, self._place, self._world = plan, place, world
         self._parts = _Parts(plan, place.worker, named, optimizer)
         self._replayed: History | None = None
-        self._undone: set[tuple[int, int, int]] = set()
+        self._undone: set[tuple[int, int]] = set()
         self._observed = Observed()
         self._stale_seen: dict[Address, int] = {}
         self._desk = self._new_desk(History())
@@ -190,7 +190,7 @@ class FreeRun:
         self._local: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._error: HeadwayError | None = None
         self._present = set(range(plan.workers))
-        self._numbers: dict[tuple[Sender, Address], int] = defaultdict(int)
+        self._numbers: dict[Address, int] = defaultdict(int)
         self._sent: dict[Address, tuple[int, Any]] = {}
         self._ended_at: set[Address] = set()
         self._asking: dict[int, MessageReader] = {}
@@ -388,23 +388,19 @@ class FreeRun:
     def _comes_to_nothing(self, worker: int, number: int) -> bool:
         """Whether a message to the model of a worker finds it dead, live or as recorded."""
         if self._replayed is not None:
-            return (self._life, worker, number) in self._undone
+            return (worker, number) in self._undone
         return worker in self.gone
 
     def _note_undone(self, worker: int, number: int) -> None:
         with self._holding:
             self._desk.note(Address("model", self._place.worker), Undone(worker, number))
 
-    @property
-    def _life(self) -> int:
-        return self._world.place.life
-
     def _post(self, sender: Sender, to: Address, message: Any) -> None:
         """A message of this worker to a holder anywhere."""
         place = self._parts.run.places[to]
         assert place is not None
-        number = self._numbers[sender, to]
-        self._numbers[sender, to] += 1
+        number = self._numbers[to]
+        self._numbers[to] += 1
         self._sent[to] = number, message
         foreign = to.kind == "model" and place != self._place.worker
         if foreign and not isinstance(message, Pair) and self._comes_to_nothing(place, number):
@@ -412,7 +408,7 @@ class FreeRun:
             if isinstance(message, Gossip):  # its weight is not lost: it comes back
                 self._post(sender, Address("model", self._place.worker), message)
             return
-        request = Request(to, sender, message, self._life, number)
+        request = Request(to, sender, message)
         if place == self._place.worker:
             with self._holding:
                 self._desk.take(request)
@@ -507,9 +503,7 @@ class FreeRun:
         if isinstance(sent.to, Address):
             place = self._parts.run.places[sent.to]
             assert place is not None
-            number = self._numbers[holder, sent.to]
-            self._numbers[holder, sent.to] += 1
-            request = Request(sent.to, holder, sent.value, self._life, number)
+            request = Request(sent.to, holder, sent.value)
             if place == self._place.worker:
                 self._desk.take(request)
             else:

@@ -47,13 +47,13 @@ class WorkerPlace:
     Attributes:
         worker: Its worker's number.
         peers: The ranks at its place in each worker, in the order of the workers.
-        across: Their group; None: there is none any more.
+        across: Their group.
         inside: The group of its worker's ranks; None: it is the only one.
     """
 
     worker: int
     peers: tuple[int, ...]
-    across: dist.ProcessGroup | None
+    across: dist.ProcessGroup
     inside: dist.ProcessGroup | None
 
     @classmethod
@@ -62,8 +62,6 @@ class WorkerPlace:
         inner = plan.ranks // plan.workers
         timeout = timedelta(seconds=world.timeout_seconds) if world.store is not None else None
         mine, place = divmod(world.rank, inner)
-        if world.alone and inner == 1:  # of one that has come back to a run that goes on
-            return cls(mine, tuple(range(plan.workers)), None, None)
 
         def made(ranks: list[int]) -> dist.ProcessGroup:
             with drop_later_connections():

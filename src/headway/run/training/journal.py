@@ -67,7 +67,9 @@ class Journal:
     ) -> None:
         """A completed step; `seconds` includes the wait for data."""
         offset = time() - perf_counter()
-        now = step, record.spans[0].start - offset
+        # A step that the others have closed without this worker has no spans.
+        began = record.spans[0].start if record.spans else time()
+        now = step, began - offset
         inside = exposed_inside(
             (span for span in record.spans if span.kind in ("forward", "backward")),
             record.flights,
@@ -89,7 +91,7 @@ class Journal:
             memory_bytes=resident_bytes(self._world.device),
             **_agreement(batch, record),
         )
-        if self._traces(step):
+        if self._traces(step) and record.spans:
             self._trace(step, record, waited, offset)
         self.event(
             "step",
