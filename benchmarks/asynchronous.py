@@ -4,7 +4,8 @@
 
 The computation of a step is a nap, so that four workers fit on two cores: 40 ms, and 120 ms where
 it is slow: always the last worker ("one"), or each worker in every fourth step, at random ("any").
-With "one" a bounded run cannot be faster than its slowest worker for long. Each way trains for so
+With "one" a bounded run cannot be faster than its slowest worker for long; the limit of each way is
+what virtual clocks make of the same naps with messages that take no time. Each way trains for so
 many seconds, in turn in the same processes; then all-reduce makes as many samples as each has made,
 from the same start, for the loss at equal samples.
 """
@@ -25,15 +26,20 @@ from torch.utils.data import TensorDataset
 import emulated
 import headway
 from headway.plans import Synchrony, data_parallel
+from headway.simulator.synchrony import VirtualMachines, simulate_run
+from headway.synchrony.programs import make_run, server_places
+from support.plain_replicas import Descent, Shares
 
 WAYS = {
     "asynchronous servers": {"kind": "asynchronous"},
     "one asynchronous server": {"kind": "asynchronous", "topology": "single"},
+    "asynchronous servers, ahead": {"kind": "asynchronous", "read": "ahead"},
     "SSP(4)": {"kind": "bounded", "delay_bound": 4},
+    "SSP(4), ahead": {"kind": "bounded", "delay_bound": 4, "read": "ahead"},
     "synchronous servers": {"topology": "colocated"},
     "gossip": {"merge": "push_sum", "kind": "asynchronous", "probability": 0.25},
 }
-NAP, SLOWER, PER_RANK = 0.04, 3.0, 16
+NAP, SLOWER, PER_RANK, WORKERS = 0.04, 3.0, 16, 4
 
 
 def data(seed: int, samples: int) -> TensorDataset:
@@ -90,6 +96,25 @@ def loss(model: nn.Module) -> float:
         return float(nn.functional.mse_loss(model(x), y))
 
 
+def nap_of(which: str, seed: int, worker: int, step: int) -> float:
+    slow = worker == WORKERS - 1
+    if which == "any":
+        slow = random.Random(f"{seed} {worker} {step}").random() < 0.25
+    return NAP * (SLOWER if slow else 1.0)
+
+
+def limit(words: dict[str, Any], which: str, seconds: float, seed: int) -> float:
+    """Samples per second if nothing took time but the naps, of a way with servers."""
+    count = len(server_places(Synchrony(**words), WORKERS))
+    run = make_run(
+        Synchrony(**words),
+        [Shares((0.0,) * count) for _ in range(WORKERS)],
+        [Descent(0.0) for _ in range(count)],
+    )
+    machines = VirtualMachines(compute=lambda worker, step: nap_of(which, seed, worker, step))
+    return sum(simulate_run(run, machines, seconds=seconds).steps) * PER_RANK / seconds
+
+
 def body(
     world: Any, which: str, seconds: float, seed: int
 ) -> dict[str, tuple[float, float, float]]:
@@ -98,10 +123,7 @@ def body(
     examples = data(seed, 8192)
 
     def nap(step: int) -> float:
-        slow = world.rank == world.size - 1
-        if which == "any":
-            slow = random.Random(f"{seed} {world.rank} {step}").random() < 0.25
-        return NAP * (SLOWER if slow else 1.0)
+        return nap_of(which, seed, world.rank, step)
 
     found = {}
     # All-reduce cannot end by the clock: ranks would disagree.
@@ -128,7 +150,7 @@ if __name__ == "__main__":
     losses: dict[str, list[tuple[float, float]]] = {}
     for seed in range(seeds):
         per_rank = emulated.run(
-            nodes=1, per_node=4, rate=None, body=body, arguments=(which, seconds, seed)
+            nodes=1, per_node=WORKERS, rate=None, body=body, arguments=(which, seconds, seed)
         )
         for name, (_, own, equal) in per_rank[0].items():
             rates.setdefault(name, []).append(sum(found[name][0] for found in per_rank))
@@ -138,7 +160,10 @@ if __name__ == "__main__":
     print(f"4 workers, {who} {SLOWER:g}x slower, {PER_RANK} samples each, {seeds} seeds, {today}")
     for name, values in rates.items():
         ratio = statistics.median(a / b for a, b in zip(values, rates["all-reduce"], strict=True))
-        said = f"  {name:26} {statistics.median(values):7.0f} samples/s, {ratio:.2f} x all-reduce"
+        said = f"  {name:28} {statistics.median(values):7.0f} samples/s, {ratio:.2f} x all-reduce"
+        if name in WAYS and Synchrony(**WAYS[name]).has_servers:
+            most = [limit(WAYS[name], which, seconds, seed) for seed in range(seeds)]
+            said += f" (limit {statistics.median(most):.0f})"
         pairs = [(own, equal) for own, equal in losses[name] if equal]
         if pairs:
             worse = statistics.mean(own / equal for own, equal in pairs)
