@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from headway.run.distributed.world import World
 
 _MEETING = Address("meeting")
+_PART_BYTES = 1 << 23
+"""Of a model that is averaged: large against what an operation costs."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,10 @@ class WorkerPlace:
 
 @dataclass
 class _Awaited:
-    """An answer that is on its way."""
+    """An answer that is on its way; `receive` waits for it."""
 
     holder: Address
-    works: list[dist.Work]
-    finish: Callable[[], Any]
+    receive: Callable[[], Any]
 
 
 class RoundsRun:
@@ -172,7 +173,7 @@ class RoundsRun:
             self._post(
                 self._place.worker, _MEETING, merging.Meet(self._steps, self._replica.read())
             )
-            self._replica.write(self._received().finish())
+            self._replica.write(self._awaited.popleft().receive())
         elif self._rules.merge == "elastic":
             self._replica.write(self.common.at)
         self.met, self._seat = True, None
@@ -206,16 +207,11 @@ class RoundsRun:
         wanted = seat.resume(result)
         while wanted is None and not seat.ended:
             assert seat.waits is not None
+            first = self._awaited.popleft()
             with self._observed.waiting(seat.waits.cause):
-                came = self._received()
-            if seat.answer(came.holder, came.finish()):
+                answer = first.receive()
+            if seat.answer(first.holder, answer):
                 wanted = seat.go_on()
-
-    def _received(self) -> _Awaited:
-        first = self._awaited.popleft()
-        for work in first.works:
-            work.wait()
-        return first
 
     def _post(self, _: Sender, to: Address, message: merging.Meet) -> None:
         if to == _MEETING:
@@ -230,13 +226,26 @@ class RoundsRun:
         if message.what == "difference":
             assert self.differences is not None
             total = self.differences.start(message.model)
-            self._awaited.append(_Awaited(_MEETING, [], lambda: total() * share))
+            self._awaited.append(_Awaited(_MEETING, lambda: total() * share))
             return
-        sums = Bundle(tuple(tensor.clone() for tensor in message.model.flat))
-        works = [
-            dist.all_reduce(tensor, group=self._place.across, async_op=True) for tensor in sums.flat
+        model: Bundle = message.model
+        if self._rules.merge == "elastic":  # the worker goes on from what it has sent
+            model = Bundle(tuple(tensor.clone() for tensor in model.flat))
+        # In parts, so that one is divided while the next one travels.
+        sums = [
+            (dist.all_reduce(part, group=self._place.across, async_op=True), part)
+            for tensor in model.flat
+            for part in tensor.split(_PART_BYTES // tensor.element_size())
         ]
-        self._awaited.append(_Awaited(_MEETING, [w for w in works if w], lambda: sums * share))
+
+        def average() -> Bundle:
+            for work, part in sums:
+                if work is not None:
+                    work.wait()
+                part.mul_(share)
+            return model
+
+        self._awaited.append(_Awaited(_MEETING, average))
 
     def _send(self, rank: int, model: Bundle) -> None:
         # A tensor must live until it has left; those of the step before have.
@@ -258,7 +267,14 @@ class RoundsRun:
             models[other] = model
             works += [dist.irecv(tensor, self._place.peers[other]) for tensor in model.flat]
         holder = Address("model", self._place.worker)
-        self._awaited.append(_Awaited(holder, [w for w in works if w], lambda: models))
+
+        def heard() -> dict[int, Bundle]:
+            for work in works:
+                if work is not None:
+                    work.wait()
+            return models
+
+        self._awaited.append(_Awaited(holder, heard))
 
     def _check_state(self, names: Sequence[str]) -> None:
         """Refuse to average what only some workers have; collective, at every such meeting."""
