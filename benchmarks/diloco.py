@@ -1,8 +1,9 @@
 """DiLoCo between two sites, data parallelism inside them: bytes on the link, and loss, against DDP.
 
-    python benchmarks/diloco.py [steps] [seeds]
+    python benchmarks/diloco.py [steps] [seeds] [rate]
 
-Two emulated sites (root) of two ranks, 100 Mbit/s between them; the ranks of a site share its
+Two emulated sites (root) of two ranks, 100 Mbit/s between them (another rate changes neither bytes
+nor losses); the ranks of a site share its
 memory. A small language model on real text (bytes of Python's standard library), AdamW, tau 32,
 outer Nesterov. All get the same samples from the same start. Counted are the bytes that the
 interface of each site has sent, from the first step to the last; beside them the closed form.
@@ -27,7 +28,7 @@ from headway.plans import Synchrony, data_parallel
 from language_model import LanguageModel, loss
 from local_sgd import Windows
 
-PERIOD, PER_RANK, RATE = 32, 2, "100 Mbit/s"
+PERIOD, PER_RANK = 32, 2
 DILOCO = {
     "merge": "mean", "local_steps": PERIOD, "state": "keep", "copies": 2, "outer": "nesterov",
     "outer_rate": 0.7, "outer_momentum": 0.9,
@@ -93,15 +94,15 @@ def closed_form(name: str, parameters: int) -> float:
     return 2 * 4 * parameters / PERIOD  # both ranks of a site, the whole model each
 
 
-def main(steps: int, seeds: int) -> None:
-    print(f"{steps} steps of 4 x {PER_RANK} windows, tau {PERIOD}, {RATE}, {seeds} seeds,"
+def main(steps: int, seeds: int, rate: str) -> None:
+    print(f"{steps} steps of 4 x {PER_RANK} windows, tau {PERIOD}, {rate}, {seeds} seeds,"
           f" {time.strftime('%Y-%m-%d')}")  # fmt: skip
     losses: dict[str, list[float]] = {}
     sent: dict[str, list[float]] = {}
     for seed in range(seeds):
         for name in NAMES:
             found = emulated.run(
-                nodes=2, per_node=2, rate=RATE, body=trained, arguments=(name, steps, seed)
+                nodes=2, per_node=2, rate=rate, body=trained, arguments=(name, steps, seed)
             )
             value, _, parameters = found[0]
             losses.setdefault(name, []).append(value)
@@ -123,4 +124,5 @@ if __name__ == "__main__":
     main(
         int(sys.argv[1]) if len(sys.argv) > 1 else 256,
         int(sys.argv[2]) if len(sys.argv) > 2 else 2,
+        sys.argv[3] if len(sys.argv) > 3 else "100 Mbit/s",
     )
