@@ -19,6 +19,7 @@ from headway.launch.agent_processes import (
     _signals_deferred,
     process_state,
 )
+from headway.launch.worker import guarded_pids, noted_pids
 from support.patience import patient
 
 FORK = multiprocessing.get_context("fork")
@@ -124,3 +125,16 @@ def test_a_signal_in_the_middle_of_a_start_comes_at_its_end():
         assert seen == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_guardian_stands_for_a_worker_until_it_is_free(tmp_path: Path) -> None:
+    for name, content in {
+        "guardian-00000": "10",
+        "pid-00000": "11",
+        "guardian-00001": "20",
+    }.items():
+        (tmp_path / name).write_text(content)
+    assert guarded_pids(tmp_path) == {10: 11}
+    assert noted_pids(tmp_path) == {0: 10, 1: 20}
+    (tmp_path / "free-00000").touch()
+    assert guarded_pids(tmp_path) == {}

@@ -28,7 +28,7 @@ from typing import Any
 
 from headway.errors import Stalled
 from headway.launch.forkserver import forkserver_pid, forkserver_settings
-from headway.launch.worker import has_reported, noted_pids
+from headway.launch.worker import guarded_pids, has_reported, noted_pids
 from headway.run.distributed.failure_record import describe_failure, write_failure
 
 SILENT = 256
@@ -263,7 +263,11 @@ class Workers:
         # Counts looks, not time: nobody is blamed for what passed while this process was stopped.
         looks: dict[int, int] = {}
         while not over.wait(_LOOK_SECONDS):
-            states = {worker: process_state(worker.pid) for worker in self._running()}
+            guarded = guarded_pids(self._outbox)
+            states = {
+                worker: process_state(guarded.get(worker.pid, worker.pid))
+                for worker in self._running()
+            }
             stopped = [worker for worker, state in states.items() if state in ("T", "t")]
             # All of them: somebody has paused the job.
             if len(stopped) == len(states):

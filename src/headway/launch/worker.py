@@ -87,6 +87,17 @@ def noted_pids(outbox: Path) -> dict[int, int]:
     }
 
 
+def guarded_pids(outbox: Path) -> dict[int, int]:
+    """Process id of each guardian -> that of its worker, which others still depend on."""
+    found = {}
+    for note in outbox.glob("guardian-*"):
+        rank = note.name.partition("-")[2]
+        worker = outbox / f"pid-{rank}"
+        if worker.exists() and not (outbox / f"{FREE}-{rank}").exists():
+            found[int(note.read_text())] = int(worker.read_text())
+    return found
+
+
 def noted_leaves(outbox: Path) -> set[int]:
     """Ranks that ended because another one had ended."""
     return {int(path.name.partition("-")[2]) for path in outbox.glob("left-*")}
