@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import headway
-from headway.errors import PlanError, UsageError
+from headway.checkpoint.directory import read_manifest, step_path
+from headway.errors import PlanError
 from headway.plans import (
     ExchangePlan,
     LayerSplit,
@@ -21,6 +22,7 @@ from headway.plans import (
     pipelined,
 )
 from headway.run.distributed.world import World
+from headway.verification.whole_run import read_tensor
 from support.ranks import run_ranks
 from support.sampling import sampled
 from support.tiny_models import Sentences, Tied, ignoring_a_word
@@ -284,20 +286,161 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path: Path) -> None:
     run_ranks(2, resumed_as_uninterrupted, tmp_path / "checkpoints")
 
 
-def no_checkpoint_between(world: Any, path: Path) -> None:
-    run = executor(World.adopt(), merge="mean", local_steps=3)
+# Each kind of meeting, and what of it a checkpoint between two of them must hold.
+KEPT: dict[str, dict[str, Any]] = {
+    **{name: WAYS[name] for name in ("local", "kept", "reset", "elastic", "ring")},
+    "slow momentum": {**WAYS["slow momentum"], "local_steps": 3},
+    "diloco": {**WAYS["diloco"], "local_steps": 3, "state": "keep"},
+    "neighbours now and then": WAYS["exponential"],
+}
+# Ranks, and how those of a worker share its work.
+SHARED: dict[str, tuple[int, dict[str, Any]]] = {
+    "alone": (3, {}),
+    "parts": (4, {"zero": 3, "copies": 2}),
+    "stages": (4, {"stages": 2}),
+    "layers": (4, {"split": LayerSplit(tensor=(2,))}),
+}
+
+
+def settled() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def whole_batch(net: nn.Module, batch: Any) -> torch.Tensor:
+    inputs, targets = batch
+    return nn.functional.mse_loss(net(inputs), targets.expand(-1, 2))
+
+
+def another(way: str, shared: str) -> headway.Executor:
+    _, options = SHARED[shared]
+    torch.manual_seed(0)
+    net = settled() if shared != "layers" else nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    copies = options.get("copies", 1)
+    rest = {name: value for name, value in options.items() if name != "copies"}
+    plan = pipelined(
+        24, processes=torch.distributed.get_world_size(), precision="float64",
+        synchrony=Synchrony(**KEPT[way], copies=copies), **{"stages": 1, **rest},
+    )  # fmt: skip
+    run = headway.Executor(
+        net,
+        torch.optim.Adam(net.parameters(), lr=0.02),
+        loss=whole_batch,
+        plan=plan,
+        world=World.adopt(),
+    )
+    run.cut(next(iter(run.loader(data(), drop_last=True))))
+    return run
+
+
+def held(run: headway.Executor) -> dict[str, list[float]]:
+    """What this rank has of its worker: parameters, buffers, the optimiser's state.
+
+    Copies of a model go on with the statistics of the first of them.
+    """
+    found = run.strategy.tensors_by_kind()
+    first = run.plan.worker_ranks(run.world.rank)[0] == run.world.rank
+    return {
+        f"{kind} {name}": tensor.flatten().tolist()
+        for kind, tensors in found.items()
+        for name, tensor in tensors.items()
+        if kind != "gradient" and (first or kind != "buffer")
+    }
+
+
+def interrupted_at_every_step(world: Any, path: Path, way: str, shared: str) -> None:
+    """Each of seven steps is the last one before a new process: all numbers stay the same."""
+    whole = another(way, shared)
+    begun, differed = another(way, shared), False
+    loader = whole.loader(data(), drop_last=True, epochs=None)
+    for step, batch in zip(range(1, 8), loader, strict=False):
+        whole.step(batch)
+        begun.step(batch)
+        differed |= not begun.met
+        begun.save(path / str(step))
+        before = begun
+        begun = another(way, shared)
+        assert begun.resume(path / str(step)) == step
+        before.finish()
+        assert begun.met == whole.met
+        mine, expected = held(begun), held(whole)
+        assert mine.keys() == expected.keys()
+        for name, values in expected.items():
+            assert mine[name] == pytest.approx(values, abs=1e-12), (step, name)
+    assert differed
+    whole.finish()
+    begun.finish()
+    mine, expected = held(begun), held(whole)
+    for name, values in expected.items():
+        assert mine[name] == pytest.approx(values, abs=1e-12), name
+
+
+@pytest.mark.parametrize(
+    ("way", "shared"), sampled([(way, shared) for way in KEPT for shared in SHARED], 2)
+)
+def test_a_checkpoint_between_meetings_holds_each_worker(
+    way: str, shared: str, tmp_path: Path
+) -> None:
+    run_ranks(SHARED[shared][0], interrupted_at_every_step, tmp_path, way, shared, timeout=90)
+
+
+def others_go_on(world: Any, path: Path) -> None:
+    """Two plain ranks, and two workers by other rules, begin with the mean of two workers."""
+    run = executor(World.adopt(), merge="mean", local_steps=3, outer="momentum")
     for batch in run.batches(data()):
         run.step(batch)
         break
-    with pytest.raises(UsageError, match=r"(?s)different models.*Save where run.met"):
-        run.save(path)
-    run.finish()
-    assert run.met
+    assert not run.met
+    own = torch.cat([p.detach().flatten() for p in run.model.parameters()])
+    torch.distributed.all_reduce(own)
     run.save(path)
+    for words in ({}, {"merge": "elastic", "beta": 0.2, "alpha": 0.3}):
+        other = executor(World.adopt(), **words)
+        assert other.resume(path) == 1
+        assert other.met
+        mean = torch.cat([p.detach().flatten() for p in other.model.parameters()])
+        torch.testing.assert_close(mean, own / 2, rtol=0, atol=1e-15)
+        for batch in other.batches(data()):
+            other.step(batch)
+        other.finish()
+    run.finish()
 
 
-def test_a_checkpoint_between_meetings_is_refused(tmp_path: Path) -> None:
-    run_ranks(2, no_checkpoint_between, tmp_path)
+class StopAfter:
+    """Asks for a stop after a step, once."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, run: Any) -> None:
+        if run.step == self.step:
+            run.stop()
+
+
+@pytest.mark.parametrize("way", sampled(["kept", "elastic", "ring", "diloco"], 1))
+def test_training_that_is_stopped_goes_on_as_if_it_was_not(way: str, tmp_path: Path) -> None:
+    ends = {}
+    rules = Synchrony(**{**WAYS[way], "local_steps": 3 if way == "diloco" else 2})
+    for name in ("whole", "stopped"):
+        stops = [StopAfter(4)] if name == "stopped" else []
+        # A stop is agreed on at two meetings: somewhere behind step 4.
+        made = recipe(rules, precision="float64", callbacks=stops)
+        result = headway.train(made, processes=2, directory=tmp_path / name)
+        if stops:
+            assert 4 <= result.steps < 12
+            headway.train(
+                recipe(rules, precision="float64"),
+                processes=2, directory=tmp_path / name, resume=True,
+            )  # fmt: skip
+        checkpoint = step_path(tmp_path / name / "checkpoints", 12)
+        manifest = read_manifest(checkpoint)
+        ends[name] = {n: read_tensor(checkpoint, e) for n, e in manifest.tensors.items()}
+    assert ends["whole"].keys() == ends["stopped"].keys()
+    for name, tensor in ends["whole"].items():
+        torch.testing.assert_close(ends["stopped"][name], tensor, rtol=0, atol=1e-12)
+
+
+def test_other_plans_go_on_from_the_mean_of_the_models(tmp_path: Path) -> None:
+    run_ranks(2, others_go_on, tmp_path)
 
 
 def test_training_saves_and_validates_when_workers_have_met(tmp_path: Path) -> None:
@@ -305,7 +448,7 @@ def test_training_saves_and_validates_when_workers_have_met(tmp_path: Path) -> N
     made = recipe(plan, checkpoint_every=3, validate_every=5, validation=data)
     headway.train(made, processes=2, directory=tmp_path / "run")
     kept = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir() if p.is_dir())
-    assert [name[-2:] for name in kept] == ["08", "12"]
+    assert [name[-2:] for name in kept] == ["09", "12"]
     text = (tmp_path / "run" / "events.jsonl").read_text()
     validated = [line for line in text.splitlines() if '"validation"' in line]
     assert [int(line.split('"step": ')[1].split(",")[0]) for line in validated] == [8, 12]

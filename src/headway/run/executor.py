@@ -412,7 +412,7 @@ class Executor:
     def met(self) -> bool:
         """Whether all workers hold the same model now; always, where all ranks agree at every step.
 
-        Only then a checkpoint can be saved, and a validation is of one model.
+        Only then a validation is of one model.
         """
         return self.strategy.rounds is None or self.strategy.rounds.met
 
@@ -556,7 +556,9 @@ class Executor:
     def save(self, path: str | Path, *, keep: int = 2) -> None:
         """Save a checkpoint of model, optimiser, scheduler and the place in the data; collective.
 
-        Returns when it is on disk, whole. Any number of ranks and any plan can resume from it.
+        Returns when it is on disk, whole. Any number of ranks and any plan can resume from it. Of
+        workers that have different models now it holds each one's, with which the same workers go
+        on, and the mean, from which others begin.
 
         Args:
             path: A directory of checkpoints that all ranks see; one of this step is added.
@@ -568,15 +570,15 @@ class Executor:
         """
         if keep < 1:
             raise UsageError(f"keep is {keep}", fix="Keep 1 checkpoint at least.")
-        if not self.met:
+        if not self.strategy.can_save:
             raise UsageError(
-                f"after step {self.steps_done} the workers have different models "
-                f"({self.plan.synchrony}), and a checkpoint holds one",
-                fix="Save where run.met is true, or after run.finish().",
+                f"after step {self.steps_done} each worker is at a step of its own "
+                f"({self.plan.synchrony}), and a checkpoint is of one step",
+                fix="Save after run.finish().",
             )
         trained = self._trained()
         self.flush()
-        self.strategy.parameters.share_buffers()
+        self.strategy.share_buffers()
         with self.world.explained(f"the checkpoint of step {self.steps_done}"):
             tensors, facts, holdings = checkpoint_contents(trained, self.strategy, self._inventory)
             facts["cursor"] = (self._after or Cursor(seed=self.seed)).to_dict()

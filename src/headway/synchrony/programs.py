@@ -246,7 +246,7 @@ def _local_worker(
     """Local SGD with warm-up, and an outer optimiser (SlowMo, DiLoCo)."""
     if common.at is None:
         common.at = replica.read()
-    met = True
+    met = not step or meets_after(synchrony, step)
     while True:
         gradient: Gradient | None = yield Compute(step)
         if gradient is not None:

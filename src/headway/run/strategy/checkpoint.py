@@ -2,12 +2,17 @@
 
 `headway train` and `Executor.save` write the same. Where each rank has a part of the model
 (`CheckpointInventory`), the ranks report to each other what they hold.
+
+Of workers that meet in rounds there may be several models and optimisers. What all have alike has
+its name; "worker 2.model.NAME" is what a worker has for itself. Under the plain names a plan with
+other workers, or none, finds the mean of the models, and the rest of worker 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -19,6 +24,7 @@ from headway.checkpoint.store import CheckpointStore
 from headway.plans import Plan
 from headway.run.strategy.strategy import Strategy
 from headway.run.strategy.training_state import Facts, TrainingState
+from headway.run.synchrony.rounds import START, RoundsRun
 
 if TYPE_CHECKING:
     from headway.run.distributed.world import World
@@ -27,8 +33,8 @@ if TYPE_CHECKING:
 class CheckpointInventory:
     """What each rank holds of a checkpoint, as the ranks have reported it to each other."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, world: World, workers: int = 1) -> None:
+        self._world, self._workers = world, workers
         self._told: dict[str, HeldTensorSpec] = {}
         self._known: list[dict[str, HeldTensorSpec]] = [{}] * world.ranks
 
@@ -46,27 +52,92 @@ class CheckpointInventory:
             known if specs is None else specs
             for known, (specs, _) in zip(self._known, found, strict=True)
         ]
-        scalars = {name: values for _, told in found for name, values in told.items()}
-        optimizer = {**facts["optimizer"], "scalars": dict(sorted(scalars.items()))}
+        scalars: list[dict[str, Any]] = [{} for _ in range(self._workers)]
+        for rank, (_, told) in enumerate(found):
+            scalars[rank * self._workers // len(found)] |= told
+        optimizer = {**facts["optimizer"], "scalars": dict(sorted(scalars[0].items()))}
+        if any(scalars[1:]):
+            facts["workers"]["scalars"] = scalars
         return Holdings.of(self._known), {**facts, "optimizer": optimizer}
 
 
 def make_inventory(plan: Plan, world: World) -> CheckpointInventory | None:
-    """The inventory of a plan under which ranks hold parts; None: each rank holds everything."""
+    """The inventory of a plan under which ranks hold parts, or models of their own; None: each rank
+    holds everything.
+    """
     parts = plan.pipe_degree > 1 or plan.split.tensor or (plan.memory.zero and plan.ranks > 1)
-    return CheckpointInventory(world) if parts else None
+    own = plan.workers > 1 and plan.synchrony.in_rounds
+    return CheckpointInventory(world, plan.workers if own else 1) if parts or own else None
 
 
 def checkpoint_contents(
     trained: TrainingState, strategy: Strategy, inventory: CheckpointInventory | None
 ) -> tuple[dict[str, Tensor], Facts, Holdings | None]:
     """This rank's part of a checkpoint, the facts, and who holds what; collective."""
-    tensors = {**trained.tensors(), **strategy.exchange_state()}
-    facts = trained.facts()
+    tensors, facts = trained.tensors(), trained.facts()
+    if isinstance(strategy.rounds, RoundsRun):
+        tensors = _by_worker(tensors, trained, strategy, strategy.rounds)
+        facts["workers"] = {**_signature(strategy), "met": strategy.rounds.met}
+    tensors |= strategy.exchange_state()
     if inventory is None:
         return tensors, facts, None
     holdings, facts = inventory.agree(tensors, facts)
     return tensors, facts, holdings
+
+
+def _signature(strategy: Strategy) -> Facts:
+    """What has to be the same where each worker is to go on with what is its own."""
+    plan = strategy.plan
+    return {"rules": str(replace(plan.synchrony, copies=1)), "workers": plan.workers}
+
+
+def _by_worker(
+    own: Mapping[str, Tensor], trained: TrainingState, strategy: Strategy, rounds: RoundsRun
+) -> dict[str, Tensor]:
+    """This rank's tensors under the names of a checkpoint of several workers; collective."""
+    models = {f"model.{name}" for name in trained.names().values()}
+    alike = {f"optimizer.{name}" for name in rounds.agreed_state}
+    alike |= models if rounds.met else set()
+    found: dict[str, Tensor] = {}
+    for name, tensor in own.items():
+        plain = name in alike or (rounds.number == 0 and name not in models)
+        found[name if plain else f"{_prefix(rounds.number)}{name}"] = tensor
+    if not rounds.met:
+        found |= {f"model.{name}": tensor for name, tensor in strategy.mean_model().items()}
+    return found
+
+
+def _prefix(worker: int) -> str:
+    return f"{_WORKER}{worker}."
+
+
+_WORKER = "worker "
+
+
+def _seen(manifest: Manifest, strategy: Strategy) -> tuple[Manifest, dict[str, str]]:
+    """A checkpoint as it concerns this rank, and name -> name in the checkpoint where it differs.
+
+    A worker of a run that goes on as it was finds what is its own.
+    """
+    tensors = {n: e for n, e in manifest.tensors.items() if not n.startswith(_WORKER)}
+    told, rounds = manifest.facts.get("workers", {}), strategy.rounds
+    if not isinstance(rounds, RoundsRun):
+        return replace(manifest, tensors=tensors), {}
+    known = _signature(strategy).items() <= told.items()
+    rounds.resume(manifest.step, met=not known or told["met"])
+    if not known:  # all begin with one model, from which an outer optimiser steps then
+        tensors = {n: e for n, e in tensors.items() if not n.endswith(f"/{START}")}
+        return replace(manifest, tensors=tensors), {}
+    prefix, facts = _prefix(rounds.number), manifest.facts
+    names = {n.removeprefix(prefix): n for n in manifest.tensors if n.startswith(prefix)}
+    if rounds.number and not rounds.averages_state:
+        # A worker may have no state of a parameter of which worker 0 has some.
+        tensors = {n: e for n, e in tensors.items() if not n.startswith("optimizer.")}
+    if "scalars" in told:
+        optimizer = {**facts["optimizer"], "scalars": told["scalars"][rounds.number]}
+        facts = {**facts, "optimizer": optimizer}
+    tensors |= {name: manifest.tensors[real] for name, real in names.items()}
+    return replace(manifest, tensors=tensors, facts=facts), names
 
 
 def restore_checkpoint(
@@ -80,11 +151,13 @@ def restore_checkpoint(
     destinations: dict[str, Tensor] = {}
 
     def prepare(manifest: Manifest) -> dict[str, Tensor]:
-        destinations.update(trained.destinations(manifest))
-        return destinations
+        strategy.finish()  # workers that are under way have no messages on theirs afterwards
+        view, names = _seen(manifest, strategy)
+        destinations.update(trained.destinations(view))
+        return {names.get(name, name): tensor for name, tensor in destinations.items()}
 
     manifest = store.restore(prepare)
     if manifest is not None:
-        trained.apply(manifest, destinations)
+        trained.apply(_seen(manifest, strategy)[0], destinations)
         strategy.restore_exchange(destinations)
     return manifest

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.optim import Optimizer
 
-from headway.comm.compress.state import collect_state, distribute_state
+from headway.comm.compress.state import STATE_PREFIX, collect_state, distribute_state
 from headway.comm.exchange.gradient_exchange import DeltaUpdate, GradientExchange
 from headway.comm.lanes.buckets import BucketTiming
 from headway.comm.lanes.routes import RoutePool
@@ -57,7 +57,7 @@ from headway.run.strategy.parameters import (
 )
 from headway.run.strategy.split_layers import SplitLayers, infer_plan_split
 from headway.run.strategy.step_context import StepContext, StepReduction, TrainingSetup
-from headway.run.strategy.training_state import TrainingState
+from headway.run.strategy.training_state import TrainingState, parameter_of
 from headway.run.synchrony.differences import DifferenceExchange
 from headway.run.synchrony.free_run import FreeRun
 from headway.run.synchrony.replica import ModelReplica
@@ -342,6 +342,10 @@ class Strategy:
         self._counts = setup.plan.counts(context.world.rank)
 
     @property
+    def plan(self) -> Plan:
+        return self._setup.plan
+
+    @property
     def exchange(self) -> AdaptiveExchange | None:
         """None where gradients are not summed in buckets, or nothing is trained."""
         return self.reducer.exchange
@@ -414,7 +418,8 @@ class Strategy:
         """Residuals of the compressors, for a checkpoint; collective."""
         if self.rounds is not None:
             with self.context.exchanging():
-                return dict(self.rounds.state())
+                found = self.rounds.state()
+            return {name: self._logical(name, tensor) for name, tensor in found.items()}
         if self.exchange is None or self._setup.plan.exchange.exact:
             return {}
         with self.context.exchanging():
@@ -423,6 +428,10 @@ class Strategy:
     def restore_exchange(self, saved: Mapping[str, Tensor]) -> None:
         """Restore the residuals that are among the tensors of a checkpoint."""
         if self.rounds is not None:
+            layout = self.parameters.layers
+            if layout is not None:
+                kept = (name for name in saved if name.startswith(STATE_PREFIX))
+                saved = {name: layout.held(parameter_of(name), saved[name]) for name in kept}
             self.rounds.restore(saved)
             return
         state = distribute_state(saved, self.context.world.ranks)
@@ -435,6 +444,33 @@ class Strategy:
             )
         else:
             self.exchange.restore(state)
+
+    def _logical(self, name: str, tensor: Tensor) -> Tensor:
+        """What has the shape of a parameter, as a checkpoint has it; `name` is its name there."""
+        layout = self.parameters.layers
+        return tensor if layout is None else layout.logical(parameter_of(name), tensor)
+
+    @property
+    def can_save(self) -> bool:
+        """Whether a checkpoint can be made now: not of workers that do not meet, before the end."""
+        return self.rounds is None or self.rounds.met or isinstance(self.rounds, RoundsRun)
+
+    def mean_model(self) -> dict[str, Tensor]:
+        """The mean of the models of workers that meet in rounds, by logical name; collective."""
+        assert isinstance(self.rounds, RoundsRun)
+        with self.context.exchanging():
+            found = self.rounds.mean()
+        layout = self.parameters.layers
+        if layout is None:
+            return dict(found)
+        return {name: layout.logical(name, tensor) for name, tensor in found.items()}
+
+    def share_buffers(self) -> None:
+        """Before a checkpoint: give ranks that have one model the buffers of one; collective."""
+        if not isinstance(self.rounds, RoundsRun):
+            self.parameters.share_buffers()
+        elif self.context.inside is not None:
+            self.parameters.share_buffers(self.context.inside)
 
     # -- the instructions ------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from headway.checkpoint.format import Manifest, TensorEntry
 from headway.checkpoint.store import check_match
 from headway.comm.compress.state import STATE_PREFIX
 from headway.errors import CheckpointError, CheckpointMismatch
+from headway.run.synchrony.rounds import MOMENTUM, START
 
 if TYPE_CHECKING:
     from headway.run.strategy.split_layers import SplitLayers
@@ -49,7 +50,7 @@ class TrainingState:
         """Logical name -> the live tensor; tied tensors once, under their first name."""
         state = _optimizer_tensors(self.optimizer, self.names())
         if self.layout is not None:
-            state = {name: self.layout.logical(_name(name), t) for name, t in state.items()}
+            state = {name: self.layout.logical(parameter_of(name), t) for name, t in state.items()}
         return {**model_tensors(self.model, self.away), **state}
 
     def tensors_by_kind(self) -> dict[str, dict[str, Tensor]]:
@@ -100,7 +101,8 @@ class TrainingState:
     def _place(self, name: str, entry: TensorEntry, places: Mapping[str, Tensor]) -> Tensor:
         """New memory for a tensor of a checkpoint; on the meta device where it is away."""
         device = torch.device("cpu")
-        if name.startswith("optimizer."):
+        common = name.endswith((f"/{MOMENTUM}", f"/{START}"))
+        if common or name.startswith("optimizer."):
             owner = places[_owner(name, places)]
             # Single numbers, such as Adam's step, stay on the host, as torch keeps them.
             if owner in self.away:
@@ -131,14 +133,17 @@ class TrainingState:
             with torch.no_grad():
                 parameter.copy_(layout.held(name, tensors[f"model.{name}"]))
         return {
-            name: layout.held(_name(name), tensor) if isinstance(tensor, DTensor) else tensor
+            name: layout.held(parameter_of(name), tensor) if isinstance(tensor, DTensor) else tensor
             for name, tensor in tensors.items()
             if name.startswith("optimizer.")
         }
 
 
-def _name(name: str) -> str:
-    """The parameter of an optimiser tensor; names of parameters contain dots themselves."""
+def parameter_of(name: str) -> str:
+    """The parameter of an optimiser tensor, or of what workers have agreed on."""
+    if name.startswith(STATE_PREFIX):
+        return name.removeprefix(STATE_PREFIX).rpartition("/")[0]
+    # Names of parameters contain dots themselves.
     return name.removeprefix("optimizer.").rpartition(".")[0]
 
 
@@ -195,7 +200,7 @@ def _plain(value: Any) -> Any:
 
 
 def _owner(name: str, places: Mapping[str, Tensor]) -> str:
-    owner = _name(name)
+    owner = parameter_of(name)
     if owner not in places:
         raise CheckpointMismatch(
             f"the checkpoint has optimiser state for {owner}, which the model does not have",

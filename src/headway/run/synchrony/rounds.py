@@ -164,6 +164,8 @@ class RoundsRun:
 
         The mean of all models, or the centre of an elastic run.
         """
+        if self._seat is None and not self.met:
+            self.begin(self._steps)  # a run that was resumed, and is over
         if self._seat is None or self._seat.ended:
             return
         self._drive(self._seat, None)
@@ -296,29 +298,64 @@ class RoundsRun:
 
     # -- checkpoints ---------------------------------------------------------------------------
 
+    @property
+    def number(self) -> int:
+        """Of this rank's worker."""
+        return self._place.worker
+
+    @property
+    def averages_state(self) -> bool:
+        """Whether the optimisers have the same moments now."""
+        return self.met and self._rules.merge == "mean" and self._rules.state == "average"
+
+    @property
+    def agreed_state(self) -> frozenset[str]:
+        """Tensors of the optimiser, "name.key", that are the same in all workers now."""
+        return frozenset(self._replica.state_tensors() if self.averages_state else ())
+
+    def mean(self) -> Mapping[str, Tensor]:
+        """The mean of all models, by name; collective."""
+        sums = self._replica.read()
+        for tensor in sums.flat:
+            dist.all_reduce(tensor, group=self._place.across)
+        return self._replica.by_name(sums * (1 / self._plan.workers))
+
     def state(self) -> Mapping[str, Tensor]:
-        """What the workers have beside the model: the momentum that they have agreed on, and what
-        compressed meetings keep back; "exchange.name/what" -> tensor. Collective."""
+        """What the workers have beside the model, "exchange.name/what" -> tensor; collective.
+
+        That is what compressed meetings keep back, the momentum of an outer optimiser and, where
+        the models differ now, the model to which differences are taken, or the centre.
+        """
         found: dict[str, Tensor] = {}
         if self.differences is not None:
             found = self.differences.state(self._place.across)
-        if self.common.momentum is not None:
-            named = self._replica.by_name(self.common.momentum)
-            found |= {f"{STATE_PREFIX}{name}/{_MOMENTUM}": t for name, t in named.items()}
+        needed = self.differences or self._rules.outer != "none" or self._rules.merge == "elastic"
+        start = self.common.at if needed and not self.met else None
+        for what, value in ((MOMENTUM, self.common.momentum), (START, start)):
+            named = {} if value is None else self._replica.by_name(value)
+            found |= {f"{STATE_PREFIX}{name}/{what}": tensor for name, tensor in named.items()}
         return found
+
+    def resume(self, steps_done: int, *, met: bool) -> None:
+        """Go on behind some steps; `restore` follows."""
+        self._steps, self.met = steps_done, met
 
     def restore(self, saved: Mapping[str, Tensor]) -> None:
         """Take up what `state` has given; the model has been restored before."""
         if self.differences is not None:
             self.differences.restore(saved)
-        end = f"/{_MOMENTUM}"
+        self.common.momentum = self._common(saved, MOMENTUM)
+        self.common.at = self._common(saved, START)
+
+    def _common(self, saved: Mapping[str, Tensor], what: str) -> Bundle | None:
+        end = f"/{what}"
         own = {
-            name.removeprefix(STATE_PREFIX).removesuffix(end): tensor.clone()
+            name.removeprefix(STATE_PREFIX).removesuffix(end): tensor
             for name, tensor in saved.items()
             if name.startswith(STATE_PREFIX) and name.endswith(end)
         }
-        self.common.at = None
-        self.common.momentum = self._replica.from_names(own) if own else None
+        return self._replica.from_names(own) if own else None
 
 
-_MOMENTUM = "outer-momentum"
+MOMENTUM, START = "outer-momentum", "outer-start"
+"""What workers have agreed on, in the names of a checkpoint."""

@@ -111,6 +111,7 @@ class Training:
             self._recipe = replace(self._recipe, validate_every=job.validate_every)
         # A proof must not repeat what callbacks do outside of the run.
         check_loggers(self._recipe.loggers)
+        self._validating = _Due(self._recipe.validate_every)
         loggers = self._recipe.loggers if world.rank == 0 else ()
         own = (LoggerCallback(loggers), *self._recipe.callbacks)
         self._callbacks = Callbacks(() if job.proving else own)
@@ -339,6 +340,7 @@ class Training:
             )
         self.executor.steps_done = self._saved = manifest.step
         self._used = manifest.facts.get("samples")
+        self._validating.owed = manifest.facts.get("owes validation", False)
         if self._monitor is not None and "monitor" in manifest.facts:
             self._monitor.restore(manifest.facts["monitor"])
             self._pin()
@@ -370,7 +372,7 @@ class Training:
         """Step until the end of the recipe or a signal; returns the signal's name."""
         run, recipe = self.executor, self._recipe
         first = run.steps_done + 1
-        saving, validating = _Due(recipe.checkpoint_every), _Due(recipe.validate_every)
+        saving, validating = _Due(recipe.checkpoint_every), self._validating
         if self._lacks_validation(total) and self._judge():
             return None
         while run.steps_done < total:
@@ -393,17 +395,19 @@ class Training:
             # By the votes of all ranks, not by this rank's signal: all stop after the same step.
             stopping, last = run.record.votes > 0, run.steps_done == total
             last |= self._free is not None and self._free.over
-            if stopping or last:
+            if last or (stopping and self._free is not None):
                 run.finish()
                 if self._free is not None:
                     self._end_free(self._free, total)
-            if stopping or last or saving.now(run.steps_done, met=run.met):
+            validates = validating.now(run.steps_done, ready=run.met)
+            if stopping or last or saving.now(run.steps_done, ready=run.strategy.can_save):
                 self._save()
             if stopping:
+                run.finish()  # after the checkpoint, from which each worker goes on by itself
                 # The vote may be another rank's, which alone has got the signal.
                 asked = "a callback" if self._view.stopping else "another rank"
                 return self._stop.requested or asked
-            if (last or validating.now(run.steps_done, met=run.met)) and self._judge():
+            if (last or validates) and self._judge():
                 break
         return None
 
@@ -416,7 +420,7 @@ class Training:
     def _lacks_validation(self, total: int) -> bool:
         """Whether the checkpoint was written before the validation of the same step."""
         step, monitor = self.executor.steps_done, self._monitor
-        due = step == total or _due(self._recipe.validate_every, step)
+        due = self.executor.met and (step == total or _due(self._recipe.validate_every, step))
         return monitor is not None and step > 0 and due and monitor.validated < step
 
     def _judge(self) -> bool:
@@ -486,7 +490,7 @@ class Training:
         self.executor.flush()
         self._world.doing("the checkpoint of step %d", step)
         # Running statistics differ between ranks; a checkpoint holds one set, with which all go on.
-        self.executor.strategy.parameters.share_buffers()
+        self.executor.strategy.share_buffers()
         if self._free is not None and not self._free.leads:
             self._saved = step
             return
@@ -496,6 +500,8 @@ class Training:
             facts["cursor"] = self._after.to_dict()
             if self._used is not None:
                 facts["samples"] = self._used
+            if self._validating.owed:
+                facts["owes validation"] = True
             receipt = self._store.save(step, tensors, facts, holdings)
         self._journal.span(step, "checkpoint", "checkpoint", "stage the checkpoint", start, time())
         self._journal.event(
@@ -596,16 +602,20 @@ def _due(every: int, step: int) -> bool:
 
 
 class _Due:
-    """What happens every so many steps, or at the next one after which workers have met."""
+    """What happens every so many steps, or at the next one after which it can.
+
+    Attributes:
+        owed: It has been due, and has not happened.
+    """
 
     def __init__(self, every: int) -> None:
         self._every = every
-        self._owed = False
+        self.owed = False
 
-    def now(self, step: int, *, met: bool) -> bool:
+    def now(self, step: int, *, ready: bool) -> bool:
         """Whether it happens after a step."""
-        self._owed |= _due(self._every, step)
-        happens, self._owed = self._owed and met, self._owed and not met
+        self.owed |= _due(self._every, step)
+        happens, self.owed = self.owed and ready, self.owed and not ready
         return happens
 
 
