@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 import headway
 from headway.checkpoint.directory import read_manifest, step_path
+from headway.data import Cursor
 from headway.errors import PlanError
 from headway.plans import (
     ExchangePlan,
@@ -403,6 +404,22 @@ def others_go_on(world: Any, path: Path) -> None:
             other.step(batch)
         other.finish()
     run.finish()
+
+
+def one_has_no_samples(world: Any, path: Path) -> None:
+    first, second = (executor(World.adopt(), **{**WAYS["kept"], "copies": 1}) for _ in range(2))
+    last_of_epoch = Cursor(seed=0, epoch=0, position=10)
+    for batch in first.batches(data(12), cursor=last_of_epoch):
+        first.step(batch)
+    first.save(path)
+    assert second.resume(path) == 1
+    assert bool(second.optimizer.state) == (second.world.rank < 2)
+    first.finish()
+    second.finish()
+
+
+def test_a_worker_without_samples_has_no_state_of_another_one(tmp_path: Path) -> None:
+    run_ranks(3, one_has_no_samples, tmp_path)
 
 
 class StopAfter:
