@@ -153,6 +153,12 @@ def simulate(
     subject = pricing_target(file, loaded, recipe, cluster, nodes)
     if subject is None:
         raise missing_option_error("--recipe and --cluster")
+    if loaded is not None and not loaded.synchrony.by_all_reduce:
+        raise UsageError(
+            f"the workers of this plan ({loaded.synchrony}) do not agree at every step",
+            why="One step says nothing of such a run.",
+            fix="Simulate the run: headway.api.worker_simulation.simulate_workers.",
+        )
     ranks = count_simulated_ranks(loaded, devices, subject.cluster)
     captured = recipe_workload(subject.recipe, loaded)
     question = pricing_request(

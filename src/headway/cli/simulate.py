@@ -5,16 +5,23 @@ Prints the scenarios of `headway.simulate` side by side.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
+from headway.api.inputs import resolve_plan
 from headway.api.simulation import SimulationScenario
 from headway.api.simulation import simulate as simulate_plan
+from headway.api.worker_simulation import (
+    WorkerScenario,
+    WorkerSimulation,
+    simulate_workers,
+)
 from headway.cli.terminal.console import say, say_json, table_lines, write_file
+from headway.errors import UsageError
 from headway.report.trace_export import chrome_trace_json
 from headway.simulator.ranks import NO_FAULTS
 from headway.simulator.simulation import INSIDE, RankBreakdown, SimulatedStep
@@ -32,6 +39,8 @@ WORDS = {
     "backward": "backward",
     "update": "update",
 }
+MOST_LINKS = 20
+"""Between workers, in the table of bytes."""
 EQUAL_TOLERANCE = 5e-4
 """Shares below this are equal to what is printed."""
 
@@ -155,6 +164,90 @@ def scenario_data(scenarios: Sequence[SimulationScenario]) -> dict[str, object]:
     }
 
 
+def worker_data(run: WorkerSimulation) -> dict[str, object]:
+    """All figures of a run of workers as plain data."""
+    return {
+        "scenarios": [
+            asdict(scenario) | {"links": [[*ends, size] for ends, size in scenario.links.items()]}
+            for scenario in run.scenarios
+        ]
+    }
+
+
+def worker_lines(
+    run: WorkerSimulation, change: Sequence[str], fault: Sequence[str]
+) -> Iterator[str]:
+    """The same for people."""
+    if len(run.scenarios) == 2:
+        yield f"changed: {'; '.join([*change, *fault])}"
+        yield ""
+    for scenario in run.scenarios:
+        more = ""
+        if scenario is not run.scenarios[0]:
+            more = f" ({_relative_change(scenario.rate, run.scenarios[0].rate)})"
+        yield (
+            f"{scenario.name}: {scenario.rate:.4g} samples/s{more} in "
+            f"{format_seconds(scenario.seconds)}"
+        )
+        yield ""
+        yield from table_lines(list(_worker_rows(scenario)), align=">")
+        yield ""
+        yield from _byte_lines(scenario)
+        yield ""
+
+
+def _worker_rows(scenario: WorkerScenario) -> Iterator[tuple[str, ...]]:
+    causes = list(dict.fromkeys(cause for one in scenario.workers for cause in one.waits))
+    stale = any(one.staleness for one in scenario.workers)
+    yield (
+        "worker",
+        "steps",
+        "samples/s",
+        *(f"waits: {cause}" for cause in causes),
+        *(("staleness: pushes",) if stale else ()),
+    )
+    for one in scenario.workers:
+        yield (
+            f"{one.worker}" + ("" if one.dies is None else f" (dies at step {one.dies})"),
+            str(one.steps),
+            f"{one.rate:.4g}",
+            *(f"{one.waits.get(cause, 0.0) / scenario.seconds:.1%}" for cause in causes),
+            *((histogram_words(one.staleness),) if stale else ()),
+        )
+
+
+def histogram_words(counts: Mapping[int, int]) -> str:
+    """ "0: 12, 1: 30": staleness and how often; "-" where there is none."""
+    return ", ".join(f"{stale}: {count}" for stale, count in sorted(counts.items())) or "-"
+
+
+def _byte_lines(scenario: WorkerScenario) -> Iterator[str]:
+    """What workers send in meetings, and the links that carry most."""
+    if scenario.met:
+        yield f"every worker sends {format_bytes(scenario.met)} in meetings of all"
+    if scenario.links:
+        largest = sorted(scenario.links.items(), key=lambda link: -link[1])[:MOST_LINKS]
+        rows = [(str(a), str(b), format_bytes(size)) for (a, b), size in sorted(largest)]
+        yield from table_lines([("from", "to", "bytes"), *rows], align=">")
+        if len(largest) < len(scenario.links):
+            yield f"and {len(scenario.links) - len(largest)} links with less: --json has all"
+
+
+def _refuse(options: Mapping[str, object]) -> None:
+    """Raise where an option is for one step of a plan.
+
+    Raises:
+        UsageError: Names all of them.
+    """
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        raise UsageError(
+            "the workers of this plan do not agree at every step: a run is simulated, not one step",
+            where=", ".join(given),
+            fix="Leave it out.",
+        )
+
+
 def simulate(
     plan: Path | None = None,
     /,
@@ -169,9 +262,13 @@ def simulate(
     share_links: Annotated[bool, Parameter(negative="")] = False,
     svg: Path | None = None,
     timeline: Path | None = None,
+    steps: int = 100,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
     """Simulate a step: time, bubble, exposed communication, memory; before and after changes.
+
+    Of a plan whose workers do not agree at every step a run is simulated: samples per second,
+    waits by cause, staleness, bytes by link.
 
     Args:
         plan: A plan.json; without one, the fastest plan that the search finds.
@@ -184,12 +281,32 @@ def simulate(
         change: Other hardware: "link node-node 100 Gbit/s", "link LEVEL 2x", "latency LEVEL 10 us",
             "device peak 2x", "memory 2x", for one type of devices "device TYPE peak 2x"; may be
             repeated.
-        fault: "rank 3 slow 2x", "link a-b 10x slower"; may be repeated.
+        fault: "rank 3 slow 2x", "link a-b 10x slower"; in a run of workers also "rank 3 slow 2x
+            from step 20 to step 40" and "kill rank 3 at step 7"; may be repeated.
         share_links: Let messages and collectives of a rank share the bandwidth of each level of
             links: those in flight at the same time slow each other down.
         svg: Write the timelines and the memory to this file.
         timeline: Write a Chrome trace (opens in Perfetto) of the last step to this file.
+        steps: Of a run of workers: how many steps an undisturbed worker makes.
     """
+    if plan is not None and not resolve_plan(plan).synchrony.by_all_reduce:
+        no_step = {"--svg": svg, "--timeline": timeline, "--share-links": share_links or None}
+        _refuse({**no_step, "--devices": devices})
+        run = simulate_workers(
+            plan,
+            recipe=recipe,
+            cluster=cluster,
+            nodes=nodes,
+            memory=memory,
+            change=change,
+            fault=fault,
+            steps=steps,
+        )
+        if json:
+            say_json({"plan": run.plan, "change": change, "fault": fault} | worker_data(run))
+        else:
+            say("\n".join([run.words, "", *worker_lines(run, change, fault)]))
+        return
     result = simulate_plan(
         plan,
         recipe=recipe,

@@ -8,7 +8,7 @@ message at a time. Nothing depends on the machine that simulates.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
@@ -17,7 +17,7 @@ from headway.errors import PlanError
 from headway.synchrony import merging, servers
 from headway.synchrony.actors import Address, Compute, Gradient, Outgoing, Sender
 from headway.synchrony.driving import MailRoom, WorkerSeat
-from headway.synchrony.history import History
+from headway.synchrony.history import Died, History
 from headway.synchrony.programs import AgreementRun
 
 GradientFunction = Callable[[int, int, Any], Gradient]
@@ -37,6 +37,8 @@ class VirtualMachines:
         latency: Of a message, in seconds.
         update: Seconds in which a server makes an update of the whole model, or a model is merged.
         meeting: Seconds of the exchange in which all workers meet.
+        slower: How many times as long the wire between two ranks takes: (from, to) -> factor.
+        deaths: Worker -> the first step, from 0, that it does not make because it has died.
     """
 
     compute: Callable[[int, int], float]
@@ -46,6 +48,8 @@ class VirtualMachines:
     latency: float = 0.0
     update: float = 0.0
     meeting: float = 0.0
+    slower: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    deaths: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -55,7 +59,7 @@ class SimulatedRun:
     Attributes:
         seconds: When the last worker had made its last step.
         steps: Of each worker: those that it has computed.
-        waits: Of each worker: seconds by cause.
+        waits: Of each worker: seconds by cause; "link" while the question or the answer travels.
         traffic: Models that went from one rank to another: (from, to) -> number.
         staleness: Of each worker's pushes.
         history: Of all holders.
@@ -121,6 +125,9 @@ class _Simulation:
         self._wires: dict[tuple[str, int], float] = defaultdict(float)
         self._busy: dict[Address, float] = defaultdict(float)
         self._since = [0.0] * workers
+        self._dead: set[int] = set()
+        self._asked: dict[tuple[int, Address], float] = {}
+        self._travelled: dict[tuple[int, Address], float] = defaultdict(float)
         self._shares = sum(1 for holder in run.holders if holder.kind == "server") or 1
         self.found = SimulatedRun(
             run,
@@ -136,7 +143,8 @@ class _Simulation:
         while self._events:
             self._now, _, happen = heappop(self._events)
             happen()
-        if stuck := [number for number, seat in enumerate(self._seats) if not seat.ended]:
+        living = ((n, seat) for n, seat in enumerate(self._seats) if n not in self._dead)
+        if stuck := [number for number, seat in living if not seat.ended]:
             raise PlanError(
                 "workers wait for each other for ever",
                 problems=[f"worker {n} waits for: {self._seats[n].waits}" for n in stuck],
@@ -161,6 +169,9 @@ class _Simulation:
             if seat.ended:
                 self.found.seconds = max(self.found.seconds, self._now)
             return
+        if wanted.step >= self._machines.deaths.get(number, wanted.step + 1):
+            self._die(number)
+            return
         if self._is_over(wanted.step):
             self._begin(number, seat.resume(None))
             return
@@ -179,10 +190,21 @@ class _Simulation:
             self._on_step(self._now, number, step)
         self._begin(number, self._seats[number].resume(result))
 
+    def _die(self, number: int) -> None:
+        """All holders forget a worker; its own are gone with it."""
+        self._dead.add(number)
+        for address, holder in self._run.holders.items():
+            if self._run.places[address] != number:
+                self._room.history.add(address, Died(number))
+                for sent in holder.lose(number):
+                    self._send_on(address, sent)
+
     # -- messages ----------------------------------------------------------------------------
 
     def _post(self, sender: Sender, to: Address, message: Any) -> None:
         source = sender if isinstance(sender, int) else self._run.places[sender]
+        if isinstance(sender, int):
+            self._asked[sender, to] = self._now
         self._carry(
             source, self._run.places[to], message, lambda: self._arrived(sender, to, message)
         )
@@ -206,6 +228,7 @@ class _Simulation:
                 seconds = machines.inside
             else:
                 out, into = ("out of node", here), ("into node", there)
+        seconds *= machines.slower.get((source, target), 1.0)
         begins = max(self._now, self._wires[out])
         self._wires[out] = begins + models * seconds
 
@@ -217,29 +240,58 @@ class _Simulation:
         self._at(begins, comes)
 
     def _arrived(self, sender: Sender, to: Address, message: Any) -> None:
-        self._room.put(sender, to, message)
+        if isinstance(sender, int):
+            self._travelled[sender, to] = self._now - self._asked[sender, to]
         begins = max(self._now, self._busy[to])
         work = self._machines.update / self._shares if changes(message) else 0.0
         self._busy[to] = begins + work
-        self._at(begins + work, lambda: self._handled(sender, to))
+        self._at(begins + work, lambda: self._handled(sender, to, message))
 
-    def _handled(self, sender: Sender, to: Address) -> None:
+    def _handled(self, sender: Sender, to: Address, message: Any) -> None:
+        if sender in self._dead:
+            return
+        if self._run.places[to] in self._dead:
+            self._come_to_nothing(sender, to, message)
+            return
+        self._room.put(sender, to, message)
         for sent in self._room.handle(sender, to):
             self._send_on(to, sent)
+
+    def _come_to_nothing(self, sender: Sender, to: Address, message: Any) -> None:
+        """To the model of a dead worker: of a pair one's own stays, gossip comes back."""
+        if isinstance(sender, int) and isinstance(message, merging.Pair):
+            self._answered(sender, to, message.model, 0.0)
+        elif isinstance(sender, int) and isinstance(message, merging.Gossip):
+            self._post(sender, Address("model", sender), message)
 
     def _send_on(self, holder: Address, sent: Outgoing) -> None:
         if isinstance(sent.to, Address):
             self._post(holder, sent.to, sent.value)
             return
         worker, place = sent.to, self._run.places[holder]
-        self._carry(place, worker, sent.value, lambda: self._answered(worker, holder, sent.value))
+        since = self._now
+        self._carry(
+            place,
+            worker,
+            sent.value,
+            lambda: self._answered(worker, holder, sent.value, self._now - since),
+        )
 
-    def _answered(self, worker: int, holder: Address, value: Any) -> None:
+    def _answered(self, worker: int, holder: Address, value: Any, back: float) -> None:
+        """`back`: seconds that the answer has travelled."""
+        if worker in self._dead:
+            return
         seat = self._seats[worker]
         waits = seat.waits
         if seat.answer(holder, value):
             assert waits is not None
-            self.found.waits[worker][waits.cause] += self._now - self._since[worker]
+            waited = self._now - self._since[worker]
+            travels = 0.0
+            if self._run.places[holder] is not None:
+                travels = min(waited, self._travelled[worker, holder] + back)
+            for cause, seconds in ((waits.cause, waited - travels), ("link", travels)):
+                if seconds:
+                    self.found.waits[worker][cause] += seconds
             self._begin(worker, seat.go_on())
 
 
@@ -257,3 +309,29 @@ def changes(message: Any) -> bool:
         message,
         servers.Push | merging.Update | merging.Pull | merging.Pair | merging.Gossip,
     )
+
+
+class StillReplica:
+    """A replica of nothing, for runs whose numbers do not matter.
+
+    Args:
+        shares: Of a worker of so many servers; 0: one value.
+    """
+
+    def __init__(self, shares: int = 0) -> None:
+        self._value: Any = (0.0,) * shares if shares else 0.0
+
+    def read(self) -> Any:
+        return self._value
+
+    def write(self, value: Any) -> None: ...
+
+    def step(self, gradient: Any, rate: float = 1.0) -> None: ...
+
+    def clone(self) -> StillReplica:
+        return self
+
+    def read_state(self) -> None:
+        return None
+
+    def write_state(self, state: Any) -> None: ...

@@ -248,6 +248,17 @@ def parse_step_faults(
     return StepFaults(slow=slow, paths=tuple(paths))
 
 
+def parse_rank_faults(sentences: Sequence[str], ranks: int, cluster: Cluster) -> list[Fault]:
+    """What happens to ranks and links in a run, with its steps.
+
+    Raises:
+        UsageError: A sentence is none, or names what is not there.
+    """
+    faults = [_parsed(sentence) for sentence in sentences]
+    check_faults(faults, ranks, cluster)
+    return faults
+
+
 def _parsed(sentence: str) -> Fault:
     whys = []
     # A fault may need the step from which it holds; here there is one step only.

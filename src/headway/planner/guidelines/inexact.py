@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from headway.cluster import Cluster
 from headway.cost import parameter_exchange
@@ -28,7 +27,12 @@ from headway.planner.search.request import PlanRequest
 from headway.plans import Plan, Synchrony, pipelined
 from headway.plans.plan import unsupported_by_executor
 from headway.plans.taxonomy import SelectionRule, selection_rules
-from headway.simulator.synchrony import SimulatedRun, VirtualMachines, simulate_run
+from headway.simulator.synchrony import (
+    SimulatedRun,
+    StillReplica,
+    VirtualMachines,
+    simulate_run,
+)
 from headway.synchrony.programs import make_run, server_places
 from headway.units import format_bytes
 
@@ -346,8 +350,8 @@ class _Step:
         rules = self._rules
         run = make_run(
             rules,
-            [_Still(len(self.places)) for _ in range(self.workers)],
-            [_Still() for _ in self.places],
+            [StillReplica(len(self.places)) for _ in range(self.workers)],
+            [StillReplica() for _ in self.places],
         )
         if rules.in_rounds:
             steps = ROUNDS * rules.local_steps if rules.local_steps == 1 else 2 * rules.local_steps
@@ -398,29 +402,3 @@ def _waits(run: SimulatedRun) -> tuple[tuple[str, float], ...]:
             sums[cause] = sums.get(cause, 0.0) + seconds
     found = [(cause, seconds / whole) for cause, seconds in sums.items() if seconds > 1e-3 * whole]
     return tuple(sorted(found, key=lambda one: -one[1]))
-
-
-class _Still:
-    """A replica of nothing, for runs whose numbers do not matter.
-
-    Args:
-        shares: Of a worker of so many servers; 0: one value.
-    """
-
-    def __init__(self, shares: int = 0) -> None:
-        self._value: Any = (0.0,) * shares if shares else 0.0
-
-    def read(self) -> Any:
-        return self._value
-
-    def write(self, value: Any) -> None: ...
-
-    def step(self, gradient: Any, rate: float = 1.0) -> None: ...
-
-    def clone(self) -> _Still:
-        return self
-
-    def read_state(self) -> None:
-        return None
-
-    def write_state(self, state: Any) -> None: ...

@@ -1,0 +1,448 @@
+"""`headway simulate` for plans whose workers do not agree at every step, on virtual clocks.
+
+Programs and rules are those of the run (`synchrony`). The seconds of a worker's own step are those
+of the simulated step of its ranks; messages take the seconds of the cluster's links, an exchange in
+which all meet those of an all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from headway.api.inputs import (
+    ClusterInput,
+    PlanInput,
+    RecipeInput,
+    missing_option_error,
+    pricing_target,
+    resolve_plan,
+)
+from headway.api.plan_request import (
+    check_ranks,
+    device_types_of_ranks,
+    parse_memory_limit,
+    pricing_request,
+    recipe_workload,
+)
+from headway.cluster import Cluster
+from headway.cluster.faults import CutLink, Fault, KillRank, SlowLink, SlowRank
+from headway.errors import PlanError, UsageError
+from headway.keywords import checks_keywords
+from headway.planner.explain.step_parts import level_of
+from headway.planner.export.to_simulation import step_of_plan
+from headway.planner.search.branch_and_bound import PlanSearch
+from headway.planner.search.request import PlanRequest
+from headway.plans import Plan, Synchrony
+from headway.plans import explain as in_words
+from headway.plans.mesh import Mesh
+from headway.plans.synchrony import WORKER_AXIS
+from headway.simulator.ranks import RankGrid, SimulatedRanks, SlowPath, StepFaults
+from headway.simulator.simulation import simulate_training_step
+from headway.simulator.synchrony import (
+    SimulatedRun,
+    StillReplica,
+    VirtualMachines,
+    simulate_run,
+)
+from headway.simulator.what_if import change_device_types, parse_rank_faults
+from headway.synchrony.actors import Address, Gradient
+from headway.synchrony.programs import make_run, server_places
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerFigures:
+    """What one worker does.
+
+    Attributes:
+        steps: Made until the end of the simulation.
+        rate: Samples per second.
+        waits: Seconds by cause: "bound", "server", "neighbour", "meeting", "link".
+        staleness: Updates between the version that a gradient was computed with and that which it
+            changed -> pushes to a server.
+        dies: The step, from 1, before which it dies; None: it lives.
+    """
+
+    worker: int
+    steps: int
+    rate: float
+    waits: Mapping[str, float]
+    staleness: Mapping[int, int]
+    dies: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerScenario:
+    """A run on some hardware.
+
+    Attributes:
+        seconds: That were played.
+        rate: Samples per second of all workers.
+        links: Bytes that went from one worker to another, by (from, to).
+        met: Bytes that each worker sent in the exchanges in which all meet.
+    """
+
+    name: str
+    seconds: float
+    rate: float
+    workers: tuple[WorkerFigures, ...]
+    links: Mapping[tuple[int, int], float]
+    met: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSimulation:
+    """A run as planned and, where something is changed or faulty, as it is then.
+
+    Attributes:
+        plan: Hash of the plan.
+        scenarios: "as planned", and "changed" behind it.
+    """
+
+    plan: str
+    words: str
+    scenarios: tuple[WorkerScenario, ...]
+
+
+@checks_keywords
+def simulate_workers(
+    plan: PlanInput,
+    *,
+    recipe: RecipeInput | None = None,
+    cluster: ClusterInput | None = None,
+    nodes: int | None = None,
+    memory: str | int | None = None,
+    change: Sequence[str] = (),
+    fault: Sequence[str] = (),
+    steps: int = 100,
+) -> WorkerSimulation:
+    """Simulate a run of workers that do not agree at every step.
+
+    Args:
+        plan: A `Plan` or the path of a plan.json, with a `synchrony` other than all-reduce.
+        recipe: As for `headway.simulate`; so are `cluster`, `nodes`, `memory` and `change`.
+        fault: "rank 2 slow 3x" (also "... from step 20 to step 40"), "link a-b 10x slower", "kill
+            rank 3 at step 7" where the others go on; several happen together.
+        steps: That each worker makes where all meet; else as long is played as the undisturbed
+            workers take for so many.
+
+    Returns:
+        Both scenarios; times in seconds.
+
+    Raises:
+        UsageError: Neither recipe nor cluster is known, or a sentence means nothing here.
+        RecipeError: The recipe cannot be used.
+        DocumentError: A file has problems; all are listed.
+        PlanError: The plan is of another batch, for more devices, or cannot be simulated.
+    """
+    loaded = resolve_plan(plan)
+    file = None if isinstance(plan, Plan) else Path(plan)
+    subject = pricing_target(file, loaded, recipe, cluster, nodes)
+    if subject is None:
+        raise missing_option_error("--recipe and --cluster")
+    if steps < 1:
+        raise UsageError(f"--steps {steps}: at least 1")
+    _check_simulable(loaded)
+    check_ranks(loaded.ranks, subject.cluster)
+    captured = recipe_workload(subject.recipe, loaded)
+    question = pricing_request(
+        captured,
+        subject.cluster,
+        devices=(loaded.ranks,),
+        memory=parse_memory_limit(memory),
+        precision=loaded.memory.precision,
+    )
+    faults = [
+        _possible(one, loaded) for one in parse_rank_faults(fault, loaded.ranks, subject.cluster)
+    ]
+    changed = question.with_machines(
+        change_device_types(question.machines, subject.cluster, change)
+    )
+    undisturbed = _Workers(loaded, question, subject.cluster, ())
+    alone = undisturbed.played(steps, None).seconds
+    scenarios = [undisturbed.scenario("as planned", steps, alone)]
+    if change or fault:
+        disturbed = _Workers(loaded, changed, subject.cluster, faults)
+        scenarios.append(disturbed.scenario("changed", steps, alone))
+    return WorkerSimulation(plan=loaded.hash, words=in_words(loaded), scenarios=tuple(scenarios))
+
+
+def _check_simulable(plan: Plan) -> None:
+    rules, problems = plan.synchrony, [*plan.synchrony.carried_out_by_nothing()]
+    if rules.by_all_reduce:
+        problems.append("all ranks agree at every step: `headway simulate` plays one step of it")
+    if rules.value_bound is not None:
+        problems.append(
+            f"synchrony.value_bound is {rules.value_bound:g}: which updates wait follows from the "
+            "numbers, which are not computed here; delay_bound is the nearest that is simulated"
+        )
+    if rules.compress != "none":
+        problems.append(
+            f'synchrony.compress "{rules.compress}": the bytes that are left are not known; '
+            'leave it out ("none") for an upper bound'
+        )
+    if problems:
+        raise PlanError("the workers of this plan cannot be simulated", problems=problems)
+
+
+def _possible(fault: Fault, plan: Plan) -> Fault:
+    """A fault, if the simulation can play it.
+
+    Raises:
+        UsageError: It cannot; says why.
+    """
+    why = fix = ""
+    if isinstance(fault, CutLink):
+        why, fix = "a message over this link never arrives", 'Write "link a-b 10x slower".'
+    elif isinstance(fault, SlowLink) and (fault.first > 1 or fault.until is not None):
+        why = "workers are at different steps at the same time: a link is slow in the whole run"
+        fix = "Leave the steps out."
+    elif isinstance(fault, KillRank):
+        fix = '`headway train --fault` shows how such a job survives; or write "rank 3 slow 2x".'
+        rules, each = plan.synchrony, plan.ranks // plan.workers
+        holds = server_places(rules, plan.workers) if rules.has_servers else ()
+        if rules.merge == "elastic" and rules.place == "master":
+            holds = (0,)
+        if not rules.survives:
+            why = "workers of this plan wait for all others: the run ends"
+        elif fault.rank // each in holds:
+            why = "a server or the centre lives there, without which nobody goes on: the run ends"
+    if why:
+        raise UsageError(f"{str(fault)!r}: {why}", where="--fault", fix=fix)
+    return fault
+
+
+class _Workers:
+    """The workers of a plan on some hardware."""
+
+    def __init__(
+        self, plan: Plan, question: PlanRequest, cluster: Cluster, faults: Sequence[Fault]
+    ) -> None:
+        self._plan, self._rules = plan, plan.synchrony
+        self._question, self._cluster, self._faults = question, cluster, faults
+        self._each = plan.ranks // plan.workers
+        self._kinds = device_types_of_ranks(plan, cluster)
+        self._network = question.machine.network
+        copies = range(plan.copies)
+        self.samples = [
+            sum(len(plan.batch.share(w * len(copies) + c, plan.data_degree)) for c in copies)
+            for w in range(plan.workers)
+        ]
+        self._places = server_places(self._rules, plan.workers) if self._rules.has_servers else ()
+        self._seconds: dict[tuple[object, ...], tuple[float, float]] = {}
+
+    def scenario(self, name: str, steps: int, seconds: float) -> WorkerScenario:
+        """The figures of a run.
+
+        Args:
+            seconds: As long is played where workers do not meet.
+        """
+        made = [0] * self._plan.workers
+        until = float("inf") if self._meets else seconds
+
+        def count(now: float, worker: int, step: int) -> None:
+            made[worker] += now <= until
+
+        run = self.played(steps, None if self._meets else seconds, count)
+        whole = run.seconds if self._meets else seconds
+        rates = [own * n / whole for own, n in zip(made, self.samples, strict=True)]
+        return WorkerScenario(
+            name=name,
+            seconds=whole,
+            rate=sum(rates),
+            workers=tuple(
+                WorkerFigures(
+                    worker=worker,
+                    steps=made[worker],
+                    rate=rates[worker],
+                    waits=dict(run.waits[worker]),
+                    staleness=dict(sorted(Counter(run.staleness[worker]).items())),
+                    dies=self._deaths[worker] + 1 if worker in self._deaths else None,
+                )
+                for worker in range(self._plan.workers)
+            ),
+            links={
+                ends: models * self._model for ends, models in sorted(run.traffic.items()) if models
+            },
+            met=self._met(run),
+        )
+
+    def played(
+        self,
+        steps: int,
+        seconds: float | None,
+        on_step: Callable[[float, int, int], None] | None = None,
+    ) -> SimulatedRun:
+        """A run of so many steps of each worker, or so many seconds."""
+        workers = self._plan.workers
+        run = make_run(
+            self._rules,
+            [StillReplica(len(self._places)) for _ in range(workers)],
+            [StillReplica() for _ in self._places or (0,)],
+        )
+        return simulate_run(
+            run,
+            self._machines,
+            steps=steps if seconds is None else None,
+            seconds=seconds,
+            gradient=lambda *_: Gradient((0.0,) * len(self._places) if self._places else 0.0),
+            on_step=on_step,
+        )
+
+    @property
+    def _meets(self) -> bool:
+        """Whether all make the same steps."""
+        return self._rules.in_rounds
+
+    @property
+    def _model(self) -> float:
+        """Bytes of the parameters."""
+        return float(self._question.work.graph.parameter_bytes)
+
+    @property
+    def _sent(self) -> float:
+        """Bytes of what a worker gives when all meet, with the state where it is averaged."""
+        averaged = self._rules.merge == "mean" and self._rules.state == "average"
+        return self._model * (1 + (self._question.work.optimiser.state if averaged else 0))
+
+    def _met(self, run: SimulatedRun) -> float:
+        """Bytes that a worker has sent where all meet, by a ring."""
+        workers = self._plan.workers
+        meetings = sum(1 for _ in run.history.senders(Address("meeting"))) / workers
+        return meetings * 2 * (workers - 1) / workers * self._sent
+
+    # -- seconds -------------------------------------------------------------------------------
+
+    @cached_property
+    def _deaths(self) -> dict[int, int]:
+        kills = [one for one in self._faults if isinstance(one, KillRank)]
+        return {
+            one.rank // self._each: one.step - 1 for one in sorted(kills, key=lambda k: -k.step)
+        }
+
+    @cached_property
+    def _paths(self) -> tuple[SlowPath, ...]:
+        return tuple(
+            SlowPath(
+                ends=(self._ranks_of(one.ends[0]), self._ranks_of(one.ends[1])), factor=one.factor
+            )
+            for one in self._faults
+            if isinstance(one, SlowLink)
+        )
+
+    def _ranks_of(self, name: str) -> frozenset[int]:
+        return frozenset(rank for rank in self._cluster.ranks_of(name) if rank < self._plan.ranks)
+
+    def _members(self, worker: int) -> frozenset[int]:
+        return frozenset(range(worker * self._each, (worker + 1) * self._each))
+
+    @cached_property
+    def _machines(self) -> VirtualMachines:
+        """What the programs are played on."""
+        plan, network = self._plan, self._network
+        outer = level_of(network, plan.ranks)
+        place = network.levels.index(outer)
+        # Ranks of a node: what the outermost level in use joins.
+        width = int(network.levels[place - 1].width) if place else 1
+        server = self._rules.has_servers
+
+        def compute(worker: int, step: int) -> float:
+            whole, update = self._step(worker, step)
+            return whole - update if server else whole
+
+        return VirtualMachines(
+            compute=compute,
+            wire=self._wire(width),
+            nodes=tuple(w * self._each // width for w in range(plan.workers)),
+            inside=self._wire(1) if width > 1 else 0.0,
+            latency=float(network.send(0.0, width)),
+            update=max(self._step(w, 0)[1] for w in range(plan.workers)) if server else 0.0,
+            meeting=self._meeting,
+            slower=self._slower,
+            deaths=self._deaths,
+        )
+
+    def _wire(self, stride: int) -> float:
+        level = level_of(self._network, stride + 1)
+        return self._model / (level.message or level.link).rate
+
+    @cached_property
+    def _slower(self) -> dict[tuple[int, int], float]:
+        found: dict[tuple[int, int], float] = {}
+        for path in self._paths:
+            for one in range(self._plan.workers):
+                for other in range(self._plan.workers):
+                    ends = [self._members(one), self._members(other)]
+                    between = any(
+                        ends[0] & path.ends[n] and ends[1] & path.ends[1 - n] for n in (0, 1)
+                    )
+                    if one != other and between:
+                        found[one, other] = found.get((one, other), 1.0) * path.factor
+        return found
+
+    @property
+    def _meeting(self) -> float:
+        """Seconds in which all workers sum what they have; ranks at the same place in their workers
+        do so side by side, each with its part of the model."""
+        plan = self._plan
+        grid = RankGrid(data=plan.workers, tensor=self._each)
+        network = SimulatedRanks(grid, self._network, StepFaults(paths=self._paths)).group(0, [0])
+        parts = self._each // plan.copies
+        return float(network.all_reduce(self._sent / parts, plan.workers, self._each))
+
+    def _step(self, worker: int, step: int) -> tuple[float, float]:
+        """Seconds of a worker's own step, and of the update in it."""
+        first = worker * self._each
+        slow: dict[int, float] = {}
+        for one in self._faults:
+            if isinstance(one, SlowRank) and one.rank in self._members(worker):
+                begun = step + 1 >= one.first and (one.until is None or step + 1 < one.until)
+                if begun:
+                    inside = one.rank - first
+                    slow[inside] = slow.get(inside, 1.0) * one.factor
+        paths = tuple(
+            SlowPath(
+                ends=(
+                    frozenset(r - first for r in path.ends[0] & self._members(worker)),
+                    frozenset(r - first for r in path.ends[1] & self._members(worker)),
+                ),
+                factor=path.factor,
+            )
+            for path in self._paths
+            if path.joins(self._members(worker))
+        )
+        kinds = self._kinds[first : first + self._each]
+        key = (self.samples[worker], kinds, tuple(sorted(slow.items())), paths)
+        if key not in self._seconds:
+            self._seconds[key] = self._played_step(
+                worker, kinds, StepFaults(slow=slow, paths=paths)
+            )
+        return self._seconds[key]
+
+    def _played_step(
+        self, worker: int, kinds: tuple[str, ...], faults: StepFaults
+    ) -> tuple[float, float]:
+        one = len({*kinds}) <= 1
+        question = self._question.of(kinds[0]) if kinds and one else self._question
+        plan = self._plan_of(worker)
+        search = PlanSearch(
+            replace(question, devices=(plan.ranks,), batch=plan.batch.samples, objective="fastest")
+        )
+        work, _ = step_of_plan(plan, search, () if one else kinds)
+        found = simulate_training_step(replace(work, faults=faults))
+        return found.seconds, max(account.busy.get("update", 0.0) for account in found.accounts)
+
+    def _plan_of(self, worker: int) -> Plan:
+        """What a worker's ranks do in a step, as a plan of their own."""
+        plan, copies = self._plan, self._plan.copies
+        shares = plan.batch.shares[worker * copies : (worker + 1) * copies]
+        return replace(
+            plan,
+            mesh=Mesh(axes=tuple(a for a in plan.mesh.axes if a.name != WORKER_AXIS)),
+            batch=replace(plan.batch, samples=self.samples[worker], shares=shares),
+            synchrony=Synchrony(),
+            prediction=None,
+        )
