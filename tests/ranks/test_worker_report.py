@@ -17,6 +17,9 @@ from headway.plans import Synchrony
 from headway.report.history.reader import read_history
 from headway.report.page.workers import WorkersSection, workers_section
 from headway.report.write import write_report
+from headway.simulator.synchrony import StillReplica, VirtualMachines, simulate_run
+from headway.synchrony.actors import Gradient
+from headway.synchrony.programs import make_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* processes share .* CPU cores")
 STEPS = 24
@@ -64,6 +67,35 @@ def test_a_bounded_run_waits_at_its_bound(tmp_path: Path) -> None:
         "Staleness", "What workers wait for", "Speed", "Loss by samples", "Loss by time",
     ]  # fmt: skip
     assert all(f"<h3>{heading}</h3>" in page for heading in headings)
+
+
+def test_a_simulated_run_is_stale_and_waits_as_the_live_one(tmp_path: Path) -> None:
+    """With one worker ten times slower the bound decides, not chance: what is late is the same."""
+    words: dict[str, Any] = {"kind": "bounded", "delay_bound": 2, "topology": "single"}
+    trained(tmp_path / "run", **words)
+    live = read_history(tmp_path / "run").rank_steps
+    run = make_run(Synchrony(**words), [StillReplica(1) for _ in range(3)], [StillReplica()])
+    seconds = {0: 0.002, 1: 0.02, 2: 0.002}
+    played = simulate_run(
+        run,
+        VirtualMachines(compute=lambda worker, step: seconds[worker]),
+        steps=STEPS,
+        gradient=lambda *_: Gradient((0.0,)),
+    )
+    pairs = [one for rows in live.values() for row in rows for one in row.staleness]
+    for worker in range(3):
+        stale = [updates for own, updates in pairs if own == worker]
+        mean = sum(stale) / len(stale)
+        theirs = played.staleness[worker]
+        assert len(theirs) == STEPS
+        # Rank 0 has the server, and writes nothing after its own last step.
+        assert STEPS - 4 <= len(stale) <= STEPS
+        assert mean == pytest.approx(sum(theirs) / STEPS, abs=0.6)
+    for worker in (0, 2):
+        waited = sum(row.waits.get("bound", 0.0) for row in live[worker])
+        share = waited / sum(row.seconds for row in live[worker])
+        assert share == pytest.approx(played.waits[worker]["bound"] / played.seconds, abs=0.25)
+    assert "bound" not in played.waits[1]
 
 
 def test_models_that_meet_are_apart(tmp_path: Path) -> None:
