@@ -32,6 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,11 +154,26 @@ def helpers(launcher: int, module: str) -> list[int]:
     return [pid for pid in children(launcher) if f"multiprocessing.{module}" in command_line(pid)]
 
 
-def workers(launcher: int) -> list[int]:
-    """The ranks: children of the forkserver, or of torchrun; none before the first is forked."""
+def workers(launcher: int, folder: Path) -> list[int]:
+    """The ranks: children of the forkserver, of guardians that it has forked, or of torchrun; none
+    before the first is forked.
+
+    Args:
+        folder: Of the run.
+    """
     if "torch.distributed.run" in command_line(launcher):
         return [pid for pid in children(launcher) if "kills_own_loop" in command_line(pid)]
-    return [pid for server in helpers(launcher, "forkserver") for pid in children(server)]
+    forked = [pid for server in helpers(launcher, "forkserver") for pid in children(server)]
+    guardians = set()
+    for note in notes(folder, "guardian"):
+        with suppress(OSError, ValueError):
+            guardians.add(int(note.read_text()))
+    return [rank for pid in forked for rank in (children(pid) if pid in guardians else [pid])]
+
+
+def notes(folder: Path, name: str) -> list[Path]:
+    """What the processes of a run have written of themselves."""
+    return list((folder / "tmp").glob(f"pymp-*/headway-*/attempt-*/{name}-*"))
 
 
 def in_group(launcher: int) -> list[int]:
@@ -251,14 +267,14 @@ class Launch:
     def _await(self, kill: Kill, total: float, random_: random.Random, earlier: list[Kill]) -> None:
         """Wait for the moment of a kill, or the end of the job."""
         drawn = random_.random()
-        before = set(workers(self.job.pid)) if earlier else set()
+        before = set(workers(self.job.pid, self.folder)) if earlier else set()
         match kill.moment:
             case "any":
                 self._sleep(drawn * (1.0 if earlier else 0.8 * total))
             case "start":
                 self._sleep(drawn * min(1.0, total / 4))
             case "birth":  # of a rank, in its first milliseconds
-                self._until(lambda: bool(set(workers(self.job.pid)) - before))
+                self._until(lambda: bool(set(workers(self.job.pid, self.folder)) - before))
                 self._sleep(random_.choice([0, 0.02 * drawn]))
             case "restart":  # while ranks end, or others come
                 self._sleep(drawn * (1.5 if earlier else 0.8 * total))
@@ -301,8 +317,8 @@ class Launch:
                 self._until(lambda: bool(helpers(launcher, module)))
                 victims = helpers(launcher, module)
             case "rank" | "all ranks" | "frozen rank":
-                self._until(lambda: bool(workers(launcher)))
-                victims = workers(launcher)
+                self._until(lambda: bool(workers(launcher, self.folder)))
+                victims = workers(launcher, self.folder)
                 if kill.kind != "all ranks":
                     victims = [random_.choice(sorted(victims))] if victims else []
             case _:
@@ -327,7 +343,7 @@ class Launch:
         return hit > 0
 
     def _rank_of(self, victims: list[int]) -> int | None:
-        for note in (self.folder / "tmp").glob("pymp-*/headway-*/attempt-*/pid-*"):
+        for note in notes(self.folder, "pid"):
             try:
                 if victims and int(note.read_text()) == victims[0]:
                     return int(note.name.partition("-")[2])
