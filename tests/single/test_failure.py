@@ -205,6 +205,7 @@ def test_a_death_by_a_signal_restarts():
         (replace(killed(0), records=(lost,)), "rank 1 was killed by SIGKILL"),
         (AttemptFacts(attempt=0, records=(lost,)), "rank 0 lost its peers"),
         (AttemptFacts(attempt=0, deaths={2: None}), "rank 2 died without a word"),
+        (AttemptFacts(attempt=0, deaths={0: -15, 1: -9}), "rank 1 was killed by SIGKILL"),
     ):
         assert RestartPolicy().decide([facts]) is None
         assert explain_deaths(facts) == reason

@@ -117,7 +117,8 @@ def explain_deaths(facts: AttemptFacts) -> str:
     if facts.trouble:
         return facts.trouble
     known = {rank: status for rank, status in facts.deaths.items() if status is not None}
-    for rank, status in sorted(known.items()):
+    # The others of a rank that has died are ended by SIGTERM, and may be seen first.
+    for rank, status in sorted(known.items(), key=lambda one: (one[1] == -signal.SIGTERM, one[0])):
         how = "crashed with" if status in _OWN else "was killed by"
         return f"rank {rank} {how} {signal_name(-status)}"
     for rank in sorted(facts.deaths):
