@@ -144,7 +144,10 @@ def test_what_the_words_of_other_papers_are_about() -> None:
             ("data", "central", "bounded async, value 0.5", "ad hoc", "single server"),
         ),
         (
-            {"merge": "mean", "local_steps": 8, "outer": "nesterov", "state": "keep", "compress": "int8"},
+            {
+                "merge": "mean", "local_steps": 8, "outer": "nesterov", "state": "keep",
+                "compress": "int8",
+            },
             (
                 "data", "decentral", "sync", "all-reduce, every 8 steps, outer nesterov, int8",
                 "replicated server",

@@ -231,6 +231,11 @@ def _short_time(seconds: float) -> str:
     return f"{minutes}m{left:02d}s" if minutes else f"{left}s"
 
 
+def _written(event: Event) -> float:
+    when = event.get("time")
+    return float(when) if isinstance(when, int | float) else 0.0
+
+
 class JsonLinesTail:
     """New whole lines of a growing file of JSON objects; the file may appear later.
 
@@ -402,12 +407,16 @@ class ProgressDisplay:
             view.close()
 
     def _show_news(self, view: LineView | LiveView, progress: Progress) -> Progress:
-        # Before the job's events, so that the line of a step has the parts of that step.
-        for event in self._ranks.read():
+        # The parts of a step are written before its event: read behind it, they are there.
+        events = list(self._events.read())
+        # In the order in which rank 0 has written both: a start forgets the parts before it.
+        for event in sorted([*self._ranks.read(), *events], key=_written):
             if event.get("event") == "rank_step":
                 with contextlib.suppress(KeyError, TypeError):
                     progress = progress.after(event)
-        for event in self._events.read():
+                continue
+            if event.get("event") == "span":
+                continue
             try:
                 progress = progress.after(event)
                 text = describe_event(event, progress, self._cause_of(event))
