@@ -320,7 +320,7 @@ def _run_entry(job: Job, ending: WorkerExit) -> str:
         here,
         emergency=ending.from_thread,
         meeting=job.outbox / "store",
-        shelter=job.outbox if job.guarded else None,
+        note_folder=job.outbox if job.guarded else None,
     )
     watch_others(job.outbox, place)
     with _signals_noticed() as signals:

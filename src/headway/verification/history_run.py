@@ -406,11 +406,11 @@ class _Servers(_Family):
         named = dict(model.named_parameters())
         count = {"single": 1, "colocated": workers.count}.get(rules.place, rules.servers or 1)
         self._names = _by_server(named, count)
-        self._held = []
+        self._servers: list[_Server] = []
         for number, names in enumerate(self._names):
             held = _Held(model, optimizer, names).copy()
-            self._held.append(held)
-            self.holders[Address("server", number)] = self._server(held, number)
+            self._servers.append(self._server(held, number))
+            self.holders[Address("server", number)] = self._servers[-1]
             for worker in range(workers.count) if self._eager else ():
                 cache = _Cache(worker, rules.delay_bound or 0, held.read())
                 self.holders[Address("cache", worker, number)] = cache
@@ -419,7 +419,7 @@ class _Servers(_Family):
     def _eager(self) -> bool:
         return self.rules.remedy == "eager_push"
 
-    def _server(self, held: _Held, number: int) -> _Holder:
+    def _server(self, held: _Held, number: int) -> _Server:
         if self.rules.kind == "synchronous" or self.rules.read == "snapshot":
             return _ByRounds(self.rules, held, self.workers.count)
         if self.rules.value_bound is not None:
@@ -461,9 +461,8 @@ class _Servers(_Family):
         pushes = step = 0
         while True:
             if step % rules.fetch_every == 0:
-                kind = "cache" if self._eager else "server"
                 sources = [
-                    Address("cache", worker, n) if self._eager else Address(kind, n)
+                    Address("cache", worker, n) if self._eager else Address("server", n)
                     for n in numbers
                 ]
                 for source in sources:
@@ -493,12 +492,10 @@ class _Servers(_Family):
                 workers.step(worker)
 
     def ends(self) -> dict[str, dict[str, Tensor]]:
-        servers = [self.holders[Address("server", n)] for n in range(len(self._names))]
         found: dict[str, dict[str, Tensor]] = {"parameter": {}, "optimizer": {}}
-        for server in servers:
-            held: _Held = getattr(server, "held")  # noqa: B009
-            found["parameter"] |= held.read()
-            found["optimizer"] |= held.state()
+        for server in self._servers:
+            found["parameter"] |= server.held.read()
+            found["optimizer"] |= server.held.state()
         return found
 
 
@@ -715,6 +712,9 @@ class _ByValue(_Holder):
             self.held = moved
         self._version += 1
         return True
+
+
+_Server: TypeAlias = _ByArrival | _ByRounds | _ByValue
 
 
 # -- models that meet --------------------------------------------------------------------------

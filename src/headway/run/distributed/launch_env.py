@@ -49,8 +49,8 @@ class LaunchEnv:
         node_name: What the launcher calls this machine; empty: nothing, see `node`.
         pace: In an emulation without root, the file through which the ranks of this node share one
             interface, and its rate in bytes per second; see `comm.traffic_shaper.TrafficShaper.of`.
-        shelter: A private folder in which the processes of a run that survives the death of some
-            leave notes for each other and the launcher; None: a death ends the run.
+        note_folder: A private folder in which the processes of a run that survives the death of
+            some leave notes for each other and the launcher; None: a death ends the run.
         emergency: Reports an error and ends this process, from any thread; does not return. Set by
             whoever called the rank's program; None in a program of the user's own.
     """
@@ -69,7 +69,7 @@ class LaunchEnv:
     interface: str = ""
     node_name: str = ""
     pace: tuple[Path, float] | None = None
-    shelter: Path | None = field(default=None, compare=False)
+    note_folder: Path | None = field(default=None, compare=False)
     emergency: Callable[[HeadwayError], None] | None = field(
         default=None, compare=False, repr=False
     )

@@ -552,7 +552,7 @@ class Strategy:
         with self.context.exchanging():
             self.rounds.step(self._count)
             record.votes = self.rounds.vote(record.votes > 0)
-        record.agreement = self.rounds.observed()
+        record.agreement = self.rounds.agreement_record()
         self._schedule()
 
     def finish(self) -> None:

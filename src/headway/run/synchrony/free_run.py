@@ -38,10 +38,10 @@ from headway.channel.channel import Channel, wait_any
 from headway.errors import HeadwayError, PeerLost, Stalled
 from headway.plans import Plan
 from headway.run.step.record import AgreementRecord
+from headway.run.synchrony.agreement_recorder import AgreementRecorder
 from headway.run.synchrony.bundle import Bundle
-from headway.run.synchrony.desk import Desk, Request
+from headway.run.synchrony.local_holders import LocalHolders, Request
 from headway.run.synchrony.messages import MessageLink, MessageReader
-from headway.run.synchrony.observed import Observed
 from headway.run.synchrony.replica import (
     InitialShare,
     ModelReplica,
@@ -179,9 +179,9 @@ class FreeRun:
         self._parts = _Parts(plan, place.worker, named, optimizer)
         self._replayed: History | None = None
         self._undone: set[tuple[int, int]] = set()
-        self._observed = Observed()
+        self._recorder = AgreementRecorder()
         self._stale_seen: dict[Address, int] = {}
-        self._desk = self._new_desk(History())
+        self._holders = self._new_holders(History())
         self._steps = 0
         self._finished = False
         self._wanted: Compute | None = None
@@ -197,8 +197,10 @@ class FreeRun:
         self._asked: dict[int, MessageReader] = {}
         self._links: dict[tuple[str, int], MessageLink] = {}
 
-    def _new_desk(self, history: History) -> Desk:
-        return Desk(self._parts.holders, history, self._send_on, self._tell_over, self._observed)
+    def _new_holders(self, history: History) -> LocalHolders:
+        return LocalHolders(
+            self._parts.holders, history, self._send_on, self._tell_over, self._recorder
+        )
 
     @property
     def inside(self) -> dist.ProcessGroup | None:
@@ -208,7 +210,7 @@ class FreeRun:
     @property
     def history(self) -> History:
         """In which order the holders of this rank have handled their messages."""
-        return self._desk.history
+        return self._holders.history
 
     @property
     def leads(self) -> bool:
@@ -237,7 +239,7 @@ class FreeRun:
         self._seat = WorkerSeat(self._place.worker, self._parts.program, self._post)
         if self._replayed is not None:
             with self._holding:
-                self._desk.repeat(self._replayed)
+                self._holders.repeat(self._replayed)
         self._thread = threading.Thread(target=self._serve, name="holders", daemon=True)
         self._thread.start()
         self._drive(None)
@@ -258,7 +260,7 @@ class FreeRun:
         """Leave a step out that is closed."""
         self._steps += 1
 
-    def observed(self) -> AgreementRecord:
+    def agreement_record(self) -> AgreementRecord:
         """What this rank has seen of the others since it was last asked."""
         fresh: list[tuple[int, int]] = []
         with self._holding:
@@ -266,7 +268,7 @@ class FreeRun:
                 every: Sequence[tuple[int, int]] = getattr(holder, "staleness", ())
                 fresh += every[self._stale_seen.get(address, 0) :]
                 self._stale_seen[address] = len(every)
-            return self._observed.taken(fresh)
+            return self._recorder.taken(fresh)
 
     def finish(self) -> None:
         """After the last step: all workers that are left end with one model; collective."""
@@ -281,10 +283,10 @@ class FreeRun:
             self._present.discard(self._place.worker)
             self._part_last()
         self._await_others()
-        if self._world.place.shelter is not None:
+        if self._world.place.note_folder is not None:
             # From here on the others may have what this rank ends with, and some not.
-            (self._world.place.shelter / f"ended-{self._place.worker:05d}").touch()
-        self._desk.check_handled()
+            (self._world.place.note_folder / f"ended-{self._place.worker:05d}").touch()
+        self._holders.check_handled()
         self._adopt_common()
         for (_, peer), link in self._links.items():
             if not link.close(self._world.timeout_seconds):
@@ -316,7 +318,7 @@ class FreeRun:
         rank = self._place.worker
         named, optimizer = self._parts.named, self._parts.optimizer
         self._parts = _Parts(self._plan, rank, named, optimizer)
-        self._desk = self._new_desk(self._desk.history)
+        self._holders = self._new_holders(self._holders.history)
 
     # -- the worker ----------------------------------------------------------------------------
 
@@ -328,7 +330,7 @@ class FreeRun:
             wanted = seat.resume(result)
             while wanted is None and not seat.ended:
                 assert seat.waits is not None
-                with self._observed.waiting(seat.waits.cause):
+                with self._recorder.waiting(seat.waits.cause):
                     answer = self._answer(seat.awaits(seat.waits))
                 if seat.answer(answer.holder, answer.value):
                     wanted = seat.go_on()
@@ -359,7 +361,7 @@ class FreeRun:
         with suppress(queue.Empty):
             return self._local.get(timeout=_TICK_SECONDS)
         with self._holding:
-            ended = self._desk.ended(holder) and self._local.empty()
+            ended = self._holders.ended(holder) and self._local.empty()
         if ended and self._replayed is not None:
             raise _LifeOver
         return None
@@ -393,7 +395,7 @@ class FreeRun:
 
     def _note_undone(self, worker: int, number: int) -> None:
         with self._holding:
-            self._desk.note(Address("model", self._place.worker), Undone(worker, number))
+            self._holders.note(Address("model", self._place.worker), Undone(worker, number))
 
     def _post(self, sender: Sender, to: Address, message: Any) -> None:
         """A message of this worker to a holder anywhere."""
@@ -411,7 +413,7 @@ class FreeRun:
         request = Request(to, sender, message)
         if place == self._place.worker:
             with self._holding:
-                self._desk.take(request)
+                self._holders.take(request)
         else:
             self._links["asking", place].post(request)
 
@@ -426,7 +428,7 @@ class FreeRun:
                 for reader in self._ready(heard):
                     self._hear(heard, reader)
                 with self._holding:
-                    waits.look(self._desk.missing())
+                    waits.look(self._holders.missing())
         except HeadwayError as error:
             self._error = error
 
@@ -455,7 +457,7 @@ class FreeRun:
         with self._holding:
             match found:
                 case (Request() as request,):
-                    self._desk.take(request)
+                    self._holders.take(request)
                 case (Farewell(last=True),):
                     del heard[peer]
                 case (Farewell(),):
@@ -469,7 +471,7 @@ class FreeRun:
             raise error
         with self._holding:
             self.gone.add(peer)
-            self._desk.lose(peer)
+            self._holders.lose(peer)
             self._present.discard(peer)
             self._part_last()
 
@@ -505,7 +507,7 @@ class FreeRun:
             assert place is not None
             request = Request(sent.to, holder, sent.value)
             if place == self._place.worker:
-                self._desk.take(request)
+                self._holders.take(request)
             else:
                 self._links["asking", place].post(request)
         elif sent.to == self._place.worker:
@@ -559,12 +561,12 @@ class FreeRun:
 
     def _end_stopped(self, workers: Iterable[int]) -> bool:
         """End processes that stand still (SIGSTOP); whether there was one. On one machine only."""
-        shelter, ended = self._world.place.shelter, False
-        if shelter is None:
+        note_folder, ended = self._world.place.note_folder, False
+        if note_folder is None:
             return False
         for worker in sorted(workers):
             with suppress(OSError, ValueError):
-                pid = int((shelter / f"pid-{worker:05d}").read_text())
+                pid = int((note_folder / f"pid-{worker:05d}").read_text())
                 if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt":
                     os.kill(pid, signal.SIGKILL)
                     ended = True

@@ -25,9 +25,9 @@ from headway.comm.compress.state import STATE_PREFIX
 from headway.errors import RunError
 from headway.plans import Plan
 from headway.run.step.record import AgreementRecord
+from headway.run.synchrony.agreement_recorder import AgreementRecorder
 from headway.run.synchrony.bundle import Bundle
 from headway.run.synchrony.differences import DifferenceExchange
-from headway.run.synchrony.observed import Observed
 from headway.run.synchrony.replica import ModelReplica
 from headway.synchrony import merging, mixing
 from headway.synchrony.actors import Address, Gradient, Sender
@@ -118,7 +118,7 @@ class RoundsRun:
         self._awaited: deque[_Awaited] = deque()
         self._sends: list[tuple[dist.Work, Bundle]] = []
         self._wishes = False
-        self._observed = Observed()
+        self._recorder = AgreementRecorder()
         self._vote: tuple[Tensor, dist.Work] | None = None
 
     @cached_property
@@ -180,9 +180,9 @@ class RoundsRun:
             self._replica.write(self.common.at)
         self.met, self._seat = True, None
 
-    def observed(self) -> AgreementRecord:
+    def agreement_record(self) -> AgreementRecord:
         """What this rank has seen of the others since it was last asked."""
-        return self._observed.taken()
+        return self._recorder.taken()
 
     def vote(self, wishes: bool) -> int:
         """How many workers wish to stop, as all of them know it at the same step; 0 between.
@@ -210,7 +210,7 @@ class RoundsRun:
         while wanted is None and not seat.ended:
             assert seat.waits is not None
             first = self._awaited.popleft()
-            with self._observed.waiting(seat.waits.cause):
+            with self._recorder.waiting(seat.waits.cause):
                 answer = first.receive()
             if seat.answer(first.holder, answer):
                 wanted = seat.go_on()

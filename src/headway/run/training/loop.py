@@ -269,17 +269,17 @@ class Training:
 
     def _part(self) -> None:
         """After the first step of workers that do not meet: from now on one may die alone."""
-        free, shelter = self._free, self._world.place.shelter
+        free, note_folder = self._free, self._world.place.note_folder
         if (
             free is None
             or not self._plan.synchrony.survives
-            or shelter is None
+            or note_folder is None
             or self._world.alone
         ):
             return
         self._world.part()
         for name in ("needed", "free") if free.needed else ("free",):
-            (shelter / f"{name}-{self._world.rank:05d}").touch()
+            (note_folder / f"{name}-{self._world.rank:05d}").touch()
 
     def _tell_losses(self, total: int) -> None:
         """Say which workers have died, and what of their work is missing."""

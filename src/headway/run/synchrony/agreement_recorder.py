@@ -17,8 +17,8 @@ _MEASURED_EVERY = 0.2
 
 
 @dataclass
-class Observed:
-    """Since it was last taken.
+class AgreementRecorder:
+    """Collects what happens between two steps; `taken` gives it to the journal.
 
     Attributes:
         waits: Seconds by cause.
@@ -28,7 +28,7 @@ class Observed:
 
     waits: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     distance: float | None = None
-    _measured: float = 0.0
+    _next: float = 0.0
 
     @contextmanager
     def waiting(self, cause: str) -> Iterator[None]:
@@ -45,9 +45,9 @@ class Observed:
         Args:
             read: Of one of them.
         """
-        if monotonic() < self._measured:
+        if monotonic() < self._next:
             return
-        self._measured = monotonic() + _MEASURED_EVERY
+        self._next = monotonic() + _MEASURED_EVERY
         own = read()
         norm = own.norm()
         self.distance = (own - other).norm() / norm if norm else None

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.errors import RunError
-from headway.run.synchrony.observed import Observed
+from headway.run.synchrony.agreement_recorder import AgreementRecorder
 from headway.synchrony.actors import Address, Holder, Outgoing, Sender
 from headway.synchrony.history import Died, Entry, Handled, History, Undone
-from headway.synchrony.merging import Gossip, Pair, Pull
+from headway.synchrony.merging import Centre, Gossip, Model, Pair, Pull
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,14 @@ class Request:
     message: Any
 
 
-class Desk:
-    """Args:
+class LocalHolders:
+    """Hands each message to its holder, and sends what the holder answers.
+
+    Args:
         holders: Those of this rank.
         send: Called with a holder and what it sends.
         over: Called with a holder and a worker that is dead there: in a replay its process lives.
-        observed: Told of models that meet here.
+        recorder: Told of models that meet here.
 
     Attributes:
         history: In which order the holders have handled their messages.
@@ -45,11 +47,11 @@ class Desk:
         history: History,
         send: Callable[[Address, Outgoing], None],
         over: Callable[[Address, int], None],
-        observed: Observed,
+        recorder: AgreementRecorder,
     ) -> None:
         self.history = history
         self._holders, self._send, self._over = holders, send, over
-        self._observed = observed
+        self._recorder = recorder
         self._turns: dict[Address, deque[Entry]] | None = None
         self._early: dict[tuple[Address, Sender], deque[Any]] = defaultdict(deque)
 
@@ -118,10 +120,10 @@ class Desk:
 
     def _handle(self, holder: Address, sender: Sender, message: Any) -> None:
         self.history.note(holder, sender)
-        if isinstance(message, Pull | Pair | Gossip):
-            replica: Any = getattr(self._holders[holder], "replica")  # noqa: B009
-            self._observed.met(replica.read, message.model)
-        for sent in self._holders[holder].handle(sender, message):
+        here = self._holders[holder]
+        if isinstance(here, Centre | Model) and isinstance(message, Pull | Pair | Gossip):
+            self._recorder.met(here.replica.read, message.model)
+        for sent in here.handle(sender, message):
             self._send(holder, sent)
 
     def _lose(self, holder: Address, worker: int) -> None:
