@@ -526,6 +526,50 @@ def test_degrees_of_a_function_are_checked_before_any_worker_starts():
     assert default_plan(both.document, 9) is None
 
 
+HIDDEN = """
+from dataclasses import replace
+
+from headway.plans import Synchrony
+from support.recipes import mlp
+
+WORDS = {"merge": "elastic", "copies": 3, "local_steps": 0, "alpha": 0.1, "beta": 0.2}
+
+def recipe():
+    return replace(mlp(), synchrony=Synchrony(**WORDS))
+"""
+WRONG = {
+    "local_steps=0": "synchrony.local_steps is 0; at least 1",
+    "delay_bound=2": "synchrony.delay_bound is 2: it means something only with",
+    "alpha=0.1": "synchrony.alpha is 0.1 below beta 0.2",
+    "beta=0.2": "synchrony.alpha is 0.1 below beta 0.2",
+    "servers=9": "synchrony.servers is 9; at most one for each of 2 ranks",
+    'merge="elastic"': "",
+}
+
+
+@pytest.mark.parametrize("reference", ["support.recipes:mlp", "file.toml"])
+def test_who_agrees_with_whom_is_checked_before_any_worker_starts(
+    folder, capsys, launched, reference
+):
+    """All that is wrong is told at once; no run directory is left behind."""
+    Path("file.toml").write_text('recipe = "support.recipes:mlp"')
+    words = [word for change in WRONG for word in ("--set", f"synchrony.{change}")]
+    assert cli.main(["train", reference, "-n", "2", *words]) == 2
+    told = capsys.readouterr().err
+    assert not [line for line in WRONG.values() if line not in told]
+    assert not launched
+    assert not (folder / "runs").exists()
+
+
+def test_what_a_function_says_of_workers_is_checked_before_any_starts(folder, capsys, launched):
+    Path("hidden.py").write_text(HIDDEN)
+    assert cli.main(["train", "hidden:recipe", "-n", "4"]) == 2
+    told = capsys.readouterr().err
+    for line in ("no multiple of 3 copies", "local_steps is 0", "alpha is 0.1 below beta 0.2"):
+        assert line in told
+    assert not launched
+
+
 @pytest.mark.parametrize("command", ["train", "verify"])
 def test_no_machine_holds_so_many_processes(folder, capsys, command):
     assert cli.main([command, "support.recipes:mlp", "-n", str(2**31)]) == 1

@@ -191,8 +191,8 @@ def train(
     reference = sendable_recipe(recipe, overrides)
     # An object has taken them in already.
     overrides = overrides if isinstance(reference, str) else ()
-    name, source = _recipe_source(reference, overrides)
     place = LaunchEnv.here()
+    name, source = _recipe_source(reference, overrides, called=not place.found_world)
     scene = read_emulation_options(emulate, faults, place, device)
     network = None if cluster == MEASURE else cluster
     option = CollectiveOption(name=collective, cluster=network, emulate=emulate)
@@ -268,11 +268,20 @@ def train(
 
 
 def _recipe_source(
-    reference: Recipe | str, overrides: Sequence[str]
+    reference: Recipe | str, overrides: Sequence[str], *, called: bool
 ) -> tuple[str, RecipeDocument | RecipeReference | Recipe]:
-    """The run's name, and what says how a recipe is split, as far as it is known without torch."""
+    """The run's name, and what says how a recipe is split, as far as it is known without torch.
+
+    Args:
+        called: Call the recipe's function where it decides who agrees with whom: a mistake in that
+            is told before anything starts.
+    """
     if isinstance(reference, str):
         checked = check_recipe(reference, overrides)
+        if called and checked.hides_synchrony:
+            from headway.run.recipe.factory import load_recipe
+
+            return checked.name, load_recipe(reference, overrides)
         return checked.name, checked.document
     # The name becomes part of a path, and an object's may hold anything.
     return re.sub(r"[^A-Za-z0-9_.-]", "-", reference.name), reference

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -484,7 +484,9 @@ def pipelined(
     among: tuple[Axis, ...] = ()
     if not agreed.by_all_reduce:
         inside = max(1, agreed.copies)
-        workers = data_parallel_groups(copies, inside, "copies of the model in a worker")
+        workers = data_parallel_groups(
+            copies, inside, "copies of the model in a worker", agreed.contradictions()
+        )
         among = (Axis(name=WORKER_AXIS, size=workers),)
     axes: tuple[Axis, ...] = ()
     pipe, parts = PipelinePlan(), None
@@ -515,8 +517,16 @@ def pipelined(
     return plan
 
 
-def data_parallel_groups(processes: int, ranks: int, what: str = "ranks of a pipeline") -> int:
+def data_parallel_groups(
+    processes: int,
+    ranks: int,
+    what: str = "ranks of a pipeline",
+    more: Iterable[str] = (),
+) -> int:
     """The number of groups of `ranks` processes.
+
+    Args:
+        more: Problems that are told together with that of the number.
 
     Raises:
         PlanError: With the nearest number of processes that does.
@@ -524,7 +534,7 @@ def data_parallel_groups(processes: int, ranks: int, what: str = "ranks of a pip
     if ranks < 1 or processes % ranks:
         raise PlanError(
             "this plan cannot exist",
-            problems=[f"{processes} processes are no multiple of {ranks} {what}"],
+            problems=[f"{processes} processes are no multiple of {ranks} {what}", *more],
             fix=f"Start {max(1, processes // max(ranks, 1)) * max(ranks, 1)} processes.",
         )
     return processes // ranks

@@ -271,25 +271,12 @@ class Synchrony:
             ranks: Of the plan.
             copies: Of the model inside a worker, on the axes data and shard.
         """
-        yield from self._numbers()
-        yield from self._family()
-        yield from self._needless()
+        yield from self.contradictions()
         yield from self._servers(workers, ranks)
-        if self.merge == "elastic" and self.beta > self.alpha:
-            yield (
-                f"synchrony.alpha is {self.alpha:g} below beta {self.beta:g}: the centre would "
-                "move further than the workers; let alpha be at least beta"
-            )
         if self.merge == "elastic" and self.kind == "synchronous" and self.beta * workers > 1:
             yield (
                 f"synchrony.beta is {self.beta:g} with {workers} workers that meet at once: the "
                 f"centre would move beyond their mean; at most {1 / workers:g}"
-            )
-        if self.merge == "mean" and self.compress != "none" and self.state == "average":
-            yield (
-                f'synchrony.compress "{self.compress}" with state "average": the optimisers\' '
-                "moments have no common value to which a difference could be sent; let state be "
-                '"keep" or "reset"'
             )
         if self.weights:
             yield from mixing_problems(self.weights, workers)
@@ -304,6 +291,23 @@ class Synchrony:
             yield (
                 f"synchrony.copies is {self.copies}; the mesh has {copies} of the "
                 f'model inside a worker: the workers of ({self}) stand on the axis "{WORKER_AXIS}"'
+            )
+
+    def contradictions(self) -> Iterator[str]:
+        """The problems that it has with any number of workers, one line each."""
+        yield from self._numbers()
+        yield from self._family()
+        yield from self._needless()
+        if self.merge == "elastic" and self.beta > self.alpha:
+            yield (
+                f"synchrony.alpha is {self.alpha:g} below beta {self.beta:g}: the centre would "
+                "move further than the workers; let alpha be at least beta"
+            )
+        if self.merge == "mean" and self.compress != "none" and self.state == "average":
+            yield (
+                f'synchrony.compress "{self.compress}" with state "average": the optimisers\' '
+                "moments have no common value to which a difference could be sent; let state be "
+                '"keep" or "reset"'
             )
 
     def _numbers(self) -> Iterator[str]:

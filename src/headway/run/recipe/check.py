@@ -28,7 +28,12 @@ from headway.run.recipe.schema import (
     read_recipe,
     reference_recipe,
 )
-from headway.run.recipe.user_code import importable_folders, locate_reference, split_reference
+from headway.run.recipe.user_code import (
+    gives_keyword,
+    importable_folders,
+    locate_reference,
+    split_reference,
+)
 
 WORKLOADS = "headway.workloads"
 
@@ -51,6 +56,17 @@ class CheckedRecipe:
     file: Path | None
     folders: tuple[Path, ...]
     keys: Mapping[str, tuple[str, ...]]
+
+    @property
+    def hides_synchrony(self) -> bool:
+        """Whether only the recipe's function, once called, tells who agrees with whom, and the
+        document or the text of the function's module says something of it."""
+        if not isinstance(self.document, RecipeReference):
+            return False
+        with importable_folders(*self.folders):
+            return self.document.synchrony is not None or gives_keyword(
+                self.document.recipe, "synchrony"
+            )
 
     def where(self, key: str) -> str:
         """The place of a table or key, for messages: "recipe.toml:12"."""

@@ -81,19 +81,38 @@ def locate_reference(reference: str, *, where: str = "") -> None:
         RecipeError: The module cannot be found, is not Python, or does not define the name.
     """
     module_name, name = split_reference(reference, where)
-    spec = _find(module_name)
-    if spec is None:
-        raise _missing_module(module_name, where)
-    if spec.origin is None or not spec.origin.endswith(".py") or not is_project_file(spec.origin):
+    tree = _tree(module_name, where)
+    if tree is None:
         return
-    try:
-        tree = ast.parse(Path(spec.origin).read_bytes(), filename=spec.origin)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise _not_importable(module_name, error, where) from error
     names = _defined(tree)
     first = name.split(".")[0]
     if names is not None and first not in names:
         raise _missing_name(module_name, first, [n for n in names if not n.startswith("_")], where)
+
+
+def gives_keyword(reference: str, keyword: str) -> bool:
+    """Whether any call in the text of a reference's module gives an argument of this name.
+
+    Raises:
+        RecipeError: The module cannot be found, or is not Python.
+    """
+    tree = _tree(split_reference(reference)[0], "")
+    return tree is not None and any(
+        isinstance(node, ast.keyword) and node.arg == keyword for node in ast.walk(tree)
+    )
+
+
+def _tree(module_name: str, where: str) -> ast.Module | None:
+    """The text of a user's module; None of a library's."""
+    spec = _find(module_name)
+    if spec is None:
+        raise _missing_module(module_name, where)
+    if spec.origin is None or not spec.origin.endswith(".py") or not is_project_file(spec.origin):
+        return None
+    try:
+        return ast.parse(Path(spec.origin).read_bytes(), filename=spec.origin)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise _not_importable(module_name, error, where) from error
 
 
 def call_user_function(
