@@ -32,15 +32,15 @@ from headway.cluster import Cluster
 from headway.cluster.faults import CutLink, Fault, KillRank, SlowLink, SlowRank
 from headway.errors import PlanError, UsageError
 from headway.keywords import checks_keywords
-from headway.planner.explain.step_parts import level_of
 from headway.planner.export.to_simulation import step_of_plan
+from headway.planner.export.worker_machines import bytes_of_meeting, worker_machines
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.request import PlanRequest
 from headway.plans import Plan, Synchrony
 from headway.plans import explain as in_words
 from headway.plans.mesh import Mesh
 from headway.plans.synchrony import WORKER_AXIS
-from headway.simulator.ranks import RankGrid, SimulatedRanks, SlowPath, StepFaults
+from headway.simulator.ranks import SlowPath, StepFaults
 from headway.simulator.simulation import simulate_training_step
 from headway.simulator.synchrony import (
     SimulatedRun,
@@ -225,7 +225,6 @@ class _Workers:
         self._question, self._cluster, self._faults = question, cluster, faults
         self._each = plan.ranks // plan.workers
         self._kinds = device_types_of_ranks(plan, cluster)
-        self._network = question.machine.network
         copies = range(plan.copies)
         self.samples = [
             sum(len(plan.batch.share(w * len(copies) + c, plan.data_degree)) for c in copies)
@@ -302,17 +301,12 @@ class _Workers:
         """Bytes of the parameters."""
         return float(self._question.work.graph.parameter_bytes)
 
-    @property
-    def _sent(self) -> float:
-        """Bytes of what a worker gives when all meet, with the state where it is averaged."""
-        averaged = self._rules.merge == "mean" and self._rules.state == "average"
-        return self._model * (1 + (self._question.work.optimiser.state if averaged else 0))
-
     def _met(self, run: SimulatedRun) -> float:
         """Bytes that a worker has sent where all meet, by a ring."""
         workers = self._plan.workers
         meetings = sum(1 for _ in run.history.senders(Address("meeting"))) / workers
-        return meetings * 2 * (workers - 1) / workers * self._sent
+        sent = bytes_of_meeting(self._plan, self._model, self._question.work.optimiser.state)
+        return meetings * 2 * (workers - 1) / workers * sent
 
     # -- seconds -------------------------------------------------------------------------------
 
@@ -342,59 +336,18 @@ class _Workers:
     @cached_property
     def _machines(self) -> VirtualMachines:
         """What the programs are played on."""
-        plan, network = self._plan, self._network
-        outer = level_of(network, plan.ranks)
-        place = network.levels.index(outer)
-        # Ranks of a node: what the outermost level in use joins.
-        width = int(network.levels[place - 1].width) if place else 1
-        server = self._rules.has_servers
-
-        def compute(worker: int, step: int) -> float:
-            whole, update = self._step(worker, step)
-            return whole - update if server else whole
-
-        return VirtualMachines(
-            compute=compute,
-            wire=self._wire(width),
-            nodes=tuple(w * self._each // width for w in range(plan.workers)),
-            inside=self._wire(1) if width > 1 else 0.0,
-            latency=float(network.send(0.0, width)),
-            update=max(self._step(w, 0)[1] for w in range(plan.workers)) if server else 0.0,
-            meeting=self._meeting,
-            slower=self._slower,
+        return worker_machines(
+            self._plan,
+            self._question.machine.network,
+            self._step,
+            model=self._model,
+            state=self._question.work.optimiser.state,
+            paths=self._paths,
             deaths=self._deaths,
         )
 
-    def _wire(self, stride: int) -> float:
-        level = level_of(self._network, stride + 1)
-        return self._model / (level.message or level.link).rate
-
-    @cached_property
-    def _slower(self) -> dict[tuple[int, int], float]:
-        found: dict[tuple[int, int], float] = {}
-        for path in self._paths:
-            for one in range(self._plan.workers):
-                for other in range(self._plan.workers):
-                    ends = [self._members(one), self._members(other)]
-                    between = any(
-                        ends[0] & path.ends[n] and ends[1] & path.ends[1 - n] for n in (0, 1)
-                    )
-                    if one != other and between:
-                        found[one, other] = found.get((one, other), 1.0) * path.factor
-        return found
-
-    @property
-    def _meeting(self) -> float:
-        """Seconds in which all workers sum what they have; ranks at the same place in their workers
-        do so side by side, each with its part of the model."""
-        plan = self._plan
-        grid = RankGrid(data=plan.workers, tensor=self._each)
-        network = SimulatedRanks(grid, self._network, StepFaults(paths=self._paths)).group(0, [0])
-        parts = self._each // plan.copies
-        return float(network.all_reduce(self._sent / parts, plan.workers, self._each))
-
     def _step(self, worker: int, step: int) -> tuple[float, float]:
-        """Seconds of a worker's own step, and of the update in it."""
+        """Seconds of a worker's own step without the update, and of the update."""
         first = worker * self._each
         slow: dict[int, float] = {}
         for one in self._faults:
@@ -433,7 +386,8 @@ class _Workers:
         )
         work, _ = step_of_plan(plan, search, () if one else kinds)
         found = simulate_training_step(replace(work, faults=faults))
-        return found.seconds, max(account.busy.get("update", 0.0) for account in found.accounts)
+        update = max(account.busy.get("update", 0.0) for account in found.accounts)
+        return found.seconds - update, update
 
     def _plan_of(self, worker: int) -> Plan:
         """What a worker's ranks do in a step, as a plan of their own."""

@@ -18,8 +18,8 @@ from headway.cost import parameter_exchange
 from headway.cost.parameter_exchange import WholeModelTimes
 from headway.errors import PlanError
 from headway.planner.estimate.degrees import Degrees, microbatch_sizes
-from headway.planner.explain.step_parts import level_of
 from headway.planner.export.prediction import prediction_of
+from headway.planner.export.worker_machines import worker_machines
 from headway.planner.guidelines.zou import parameter_servers
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.plan_point import Point, format_device_runs
@@ -169,42 +169,12 @@ class _Pricing:
     def _lemma(self) -> int:
         """Servers that hide their traffic behind the computation (Zou et al. 2017, Lemma 2)."""
         try:
-            compute = _Step(self, Synchrony(kind="asynchronous")).compute
+            step = _Step(self, Synchrony(kind="asynchronous"))
         except PlanError:
             return 0
-        mean = sum(compute) / len(compute)
-        rate = self.model / max(self.wire, 1e-12)
+        mean = sum(step.compute) / len(step.compute)
+        rate = self.model / max(step.machines.wire, 1e-12)
         return parameter_servers(self.model, self.ranks, rate, mean)[0]
-
-    @cached_property
-    def wire(self) -> float:
-        """Seconds of a model between two nodes (what the outermost level in use joins), alone."""
-        return self._seconds(self._node)
-
-    @cached_property
-    def inside(self) -> float:
-        """The same inside a node; 0 where a node is a rank."""
-        return self._seconds(1) if self._node > 1 else 0.0
-
-    @cached_property
-    def latency(self) -> float:
-        return float(self.network.send(0.0, self._node))
-
-    @cached_property
-    def nodes(self) -> tuple[int, ...]:
-        """Of each rank."""
-        return tuple(rank // self._node for rank in range(self.ranks))
-
-    @cached_property
-    def _node(self) -> int:
-        """Ranks of a node."""
-        levels = self.network.levels
-        place = levels.index(level_of(self.network, self.ranks))
-        return int(levels[place - 1].width) if place else 1
-
-    def _seconds(self, stride: int) -> float:
-        level = level_of(self.network, stride + 1)
-        return self.model / (level.message or level.link).rate
 
     def check_room(self, kind: str, size: float) -> None:
         """Raise PlanError where a device of a type has fewer bytes."""
@@ -331,7 +301,7 @@ class _Step:
 
     @cached_property
     def _times(self) -> WholeModelTimes[float]:
-        return WholeModelTimes(transmit=self._pricing.wire, reduce=0.0, update=self.update)
+        return WholeModelTimes(transmit=self.machines.wire, reduce=0.0, update=self.update)
 
     @property
     def exchange(self) -> float | None:
@@ -355,7 +325,7 @@ class _Step:
         )
         if rules.in_rounds:
             steps = ROUNDS * rules.local_steps if rules.local_steps == 1 else 2 * rules.local_steps
-            found = simulate_run(run, self._machines(), steps=steps)
+            found = simulate_run(run, self.machines, steps=steps)
             return found, steps * sum(self.shares) / found.seconds
         made = [0.0]
         end = self._horizon
@@ -364,32 +334,25 @@ class _Step:
             if end / 2 < now <= end:
                 made[0] += self.shares[worker]
 
-        found = simulate_run(run, self._machines(), seconds=end, on_step=count)
+        found = simulate_run(run, self.machines, seconds=end, on_step=count)
         return found, made[0] / (end / 2)
 
     @property
     def _horizon(self) -> float:
         """Seconds that are played."""
         once = parameter_exchange.sharded_servers(self._times, self.workers, len(self.places))
-        return ROUNDS * (max(self.compute) + once + 4 * self._pricing.latency)
+        return ROUNDS * (max(self.compute) + once + 4 * self.machines.latency)
 
-    def _machines(self) -> VirtualMachines:
-        pricing, rules = self._pricing, self._rules
-        compute = self.compute
-        if not rules.has_servers:
-            compute = [one + self.update for one in compute]
-        sent = 1 + (pricing.state if rules.state == "average" else 0)
-        meeting = float(
-            pricing.network.all_reduce(sent * pricing.model, self.workers, rules.copies)
-        )
-        return VirtualMachines(
-            compute=lambda worker, step: compute[worker],
-            wire=pricing.wire,
-            nodes=pricing.nodes[:: rules.copies],
-            inside=pricing.inside,
-            latency=pricing.latency,
-            update=self.update if rules.has_servers else 0.0,
-            meeting=meeting,
+    @cached_property
+    def machines(self) -> VirtualMachines:
+        """What the run is played on."""
+        pricing = self._pricing
+        return worker_machines(
+            self.plan,
+            pricing.network,
+            lambda worker, step: (self.compute[worker], self.update),
+            model=pricing.model,
+            state=pricing.state,
         )
 
 
