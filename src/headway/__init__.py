@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from headway.api.verification import EquivalenceResult as EquivalenceResult
     from headway.api.verification import VerificationResult as VerificationResult
     from headway.api.verification import verify as verify
+    from headway.api.worker_simulation import WorkerFigures as WorkerFigures
+    from headway.api.worker_simulation import WorkerScenario as WorkerScenario
     from headway.capture.annotations import replicate as replicate
     from headway.capture.annotations import set_default_strategy as set_default_strategy
     from headway.capture.annotations import split as split
@@ -74,6 +76,7 @@ _NAMES = {
     "headway.api.simulation": "SimulationResult SimulationScenario simulate",
     "headway.api.training": "TrainingObserver TrainingResult train",
     "headway.api.verification": "EquivalenceResult VerificationResult verify",
+    "headway.api.worker_simulation": "WorkerFigures WorkerScenario",
     "headway.capture.annotations": "replicate set_default_strategy split stage",
     "headway.channel": "Channel",
     "headway.cluster": "Cluster",

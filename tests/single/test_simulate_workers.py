@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+import headway
 from headway.cli.main import main
 from headway.plans import Synchrony, pipelined
 
@@ -163,7 +164,9 @@ def test_the_table(run):
         ({"merge": "mean"}, ("--fault", "kill rank 1 at step 3"), "wait for all others"),
         (FREE, ("--fault", "kill rank 1 at step 3"), "a server or the centre lives there"),
         (FREE, ("--nodes", "2", "--fault", "cut link a-b at step 3"), "never arrives"),
-        (FREE, ("--svg", "x.svg", "--share-links"), "--svg, --share-links"),
+        (FREE, ("--svg", "x.svg", "--timeline", "x.json"), "--svg, --timeline"),
+        (FREE, ("--share-links",), "--share-links: the workers"),
+        ({}, ("--steps", "7"), "--steps: all ranks agree"),
         (FREE, ("--fault", "rank 7 slow 2x"), "there is no rank 7"),
     ],
 )
@@ -171,3 +174,17 @@ def test_what_cannot_be_played_is_refused(run, fields, words, said):
     code, _, err = run(fields, *words)
     assert code
     assert said in err
+
+
+def test_one_name_answers_for_steps_and_for_runs(tmp_path):
+    plan = pipelined(32, processes=4, stages=1, synchrony=Synchrony(**SSP))
+    words = {"recipe": "support.recipes:stack", "cluster": "p3.16xlarge"}
+    found = headway.simulate(plan, steps=12, fault=["rank 2 slow 3x"], **words)
+    assert found.plan == plan.hash
+    assert [run.name for run in found.runs] == ["as planned", "changed"]
+    assert found.runs[1].rate < found.runs[0].rate
+    with pytest.raises(headway.UsageError, match="a run is simulated, not one step"):
+        assert found.step
+    step = headway.simulate(pipelined(32, processes=4, stages=1), **words)
+    assert step.seconds > 0
+    assert not step.runs

@@ -1,7 +1,8 @@
 """`headway.simulate`: one step of a plan, event by event, on any hardware, with faults.
 
 A `SimulationJob` is a plan, given or found by the search; a `SimulationScenario` is its step on
-some hardware, as planned or changed. Devices may be of several types.
+some hardware, as planned or changed. Devices may be of several types. Where workers do not agree at
+every step, a run is played instead (`worker_simulation`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from headway.api.plan_request import (
     pricing_request,
     recipe_workload,
 )
+from headway.api.worker_simulation import WorkerScenario, worker_scenarios
 from headway.cluster import Cluster
 from headway.cost.machines import Machine
 from headway.errors import UsageError
@@ -76,6 +78,11 @@ class SimulationScenario:
         return found
 
 
+NOT_ONE_STEP = (
+    "the workers of this plan do not agree at every step: a run is simulated, not one step"
+)
+RUN_STEPS = 100
+"""Of an undisturbed worker, where nobody says how many."""
 Machines = Mapping[str, Machine]
 """By type of device."""
 
@@ -86,16 +93,25 @@ class SimulationResult:
 
     Attributes:
         plan: Hash of the plan, or the degrees of the one that was found.
-        scenarios: "as planned", and "changed" behind it.
+        scenarios: "as planned", and "changed" behind it; empty where workers do not agree at every
+            step.
+        runs: The same of such workers, of which no step says enough; else empty.
     """
 
     plan: str
     words: str
-    scenarios: tuple[SimulationScenario, ...]
+    scenarios: tuple[SimulationScenario, ...] = ()
+    runs: tuple[WorkerScenario, ...] = ()
 
     @property
     def step(self) -> SimulatedStep:
-        """Of the last scenario: seconds, bubble, exposed communication, bytes of each rank."""
+        """Of the last scenario: seconds, bubble, exposed communication, bytes of each rank.
+
+        Raises:
+            UsageError: A run of workers was simulated.
+        """
+        if not self.scenarios:
+            raise UsageError(NOT_ONE_STEP, fix="Use `runs`: the workers' figures.")
         return self.scenarios[-1].step
 
     @property
@@ -121,8 +137,12 @@ def simulate(
     change: Sequence[str] = (),
     fault: Sequence[str] = (),
     share_links: bool = False,
+    steps: int | None = None,
 ) -> SimulationResult:
     """Simulate a step of a plan: time, bubble, exposed communication, memory.
+
+    Of a plan whose workers do not agree at every step a run is simulated: samples per second,
+    waits by cause, staleness, bytes by link.
 
     Args:
         plan: A `Plan` or the path of a plan.json; without one, the fastest plan that the search
@@ -135,15 +155,20 @@ def simulate(
         memory: Bytes of a device that may be used, or as in "80 GiB"; by default all of it.
         change: Other hardware: "link node-node 100 Gbit/s", "link LEVEL 2x", "latency LEVEL 10 us",
             "device peak 2x", "memory 2x"; several are made together.
-        fault: "rank 3 slow 2x", "link a-b 10x slower"; several happen together.
+        fault: "rank 3 slow 2x", "link a-b 10x slower"; in a run of workers also "rank 3 slow 2x
+            from step 20 to step 40", and "kill rank 3 at step 7" where the others go on; several
+            happen together.
         share_links: Let all that a rank sends over one level of links share them evenly.
+        steps: Of a run of workers, by default 100: that each worker makes where all meet; else as
+            long is played as the undisturbed workers take for so many.
 
     Returns:
-        The step as planned and, with `change` or `fault`, as changed; all times in seconds, all
-        memory in bytes.
+        The step (`scenarios`) or the run (`runs`) as planned and, with `change` or `fault`, as
+        changed; all times in seconds, all memory in bytes.
 
     Raises:
-        UsageError: Neither recipe nor cluster is known, or a sentence means nothing here.
+        UsageError: Neither recipe nor cluster is known, a sentence means nothing here, or an option
+            is for the other of step and run.
         RecipeError: The recipe cannot be used.
         DocumentError: A file has problems; all are listed.
         PlanError: The plan is of another batch or for more devices, or nothing fits.
@@ -153,12 +178,8 @@ def simulate(
     subject = pricing_target(file, loaded, recipe, cluster, nodes)
     if subject is None:
         raise missing_option_error("--recipe and --cluster")
-    if loaded is not None and not loaded.synchrony.by_all_reduce:
-        raise UsageError(
-            f"the workers of this plan ({loaded.synchrony}) do not agree at every step",
-            why="One step says nothing of such a run.",
-            fix="Simulate the run: headway.api.worker_simulation.simulate_workers.",
-        )
+    by_step = loaded is None or loaded.synchrony.by_all_reduce
+    _check_options(by_step=by_step, share_links=share_links, steps=steps)
     ranks = count_simulated_ranks(loaded, devices, subject.cluster)
     captured = recipe_workload(subject.recipe, loaded)
     question = pricing_request(
@@ -168,6 +189,16 @@ def simulate(
         memory=parse_memory_limit(memory),
         precision=None if loaded is None else loaded.memory.precision,
     )
+    if loaded is not None and not by_step:
+        runs = worker_scenarios(
+            loaded,
+            question,
+            subject.cluster,
+            change=change,
+            fault=fault,
+            steps=RUN_STEPS if steps is None else steps,
+        )
+        return SimulationResult(plan=loaded.hash, words=in_words(loaded), runs=runs)
     # Without a plan one is searched for, and only the fastest is played.
     job = SimulationJob(loaded, replace(question, objective="fastest"), subject.cluster)
     places = device_numbers_of_ranks(job.kinds, subject.cluster)
@@ -195,6 +226,18 @@ def simulate(
         # The search prices no faults.
         scenarios.append(scenario("changed", work, None if fault else price, other))
     return SimulationResult(plan=job.name, words=job.words, scenarios=tuple(scenarios))
+
+
+def _check_options(*, by_step: bool, share_links: bool, steps: int | None) -> None:
+    """Refuse what is for a step where a run is simulated, and the other way round."""
+    if share_links and not by_step:
+        raise UsageError(NOT_ONE_STEP, where="--share-links", fix="Leave it out.")
+    if steps is not None and by_step:
+        raise UsageError(
+            "all ranks agree at every step: one step is simulated, not a run",
+            where="--steps",
+            fix="Leave it out.",
+        )
 
 
 def device_numbers_of_ranks(kinds: tuple[str, ...], cluster: Cluster) -> tuple[int, ...]:

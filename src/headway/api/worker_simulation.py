@@ -1,4 +1,4 @@
-"""`headway simulate` for plans whose workers do not agree at every step, on virtual clocks.
+"""`headway.simulate` of plans whose workers do not agree at every step, on virtual clocks.
 
 Programs and rules are those of the run (`synchrony`). The seconds of a worker's own step are those
 of the simulated step of its ranks; messages take the seconds of the cluster's links, an exchange in
@@ -11,33 +11,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
-from headway.api.inputs import (
-    ClusterInput,
-    PlanInput,
-    RecipeInput,
-    missing_option_error,
-    pricing_target,
-    resolve_plan,
-)
-from headway.api.plan_request import (
-    check_ranks,
-    device_types_of_ranks,
-    parse_memory_limit,
-    pricing_request,
-    recipe_workload,
-)
+from headway.api.plan_request import device_types_of_ranks
 from headway.cluster import Cluster
 from headway.cluster.faults import CutLink, Fault, KillRank, SlowLink, SlowRank
 from headway.errors import PlanError, UsageError
-from headway.keywords import checks_keywords
 from headway.planner.export.to_simulation import step_of_plan
 from headway.planner.export.worker_machines import bytes_of_meeting, worker_machines
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.request import PlanRequest
 from headway.plans import Plan, Synchrony
-from headway.plans import explain as in_words
 from headway.plans.mesh import Mesh
 from headway.plans.synchrony import WORKER_AXIS
 from headway.simulator.ranks import SlowPath, StepFaults
@@ -93,87 +76,43 @@ class WorkerScenario:
     met: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerSimulation:
+def worker_scenarios(
+    plan: Plan,
+    question: PlanRequest,
+    cluster: Cluster,
+    *,
+    change: Sequence[str],
+    fault: Sequence[str],
+    steps: int,
+) -> tuple[WorkerScenario, ...]:
     """A run as planned and, where something is changed or faulty, as it is then.
 
-    Attributes:
-        plan: Hash of the plan.
-        scenarios: "as planned", and "changed" behind it.
-    """
-
-    plan: str
-    words: str
-    scenarios: tuple[WorkerScenario, ...]
-
-
-@checks_keywords
-def simulate_workers(
-    plan: PlanInput,
-    *,
-    recipe: RecipeInput | None = None,
-    cluster: ClusterInput | None = None,
-    nodes: int | None = None,
-    memory: str | int | None = None,
-    change: Sequence[str] = (),
-    fault: Sequence[str] = (),
-    steps: int = 100,
-) -> WorkerSimulation:
-    """Simulate a run of workers that do not agree at every step.
-
     Args:
-        plan: A `Plan` or the path of a plan.json, with a `synchrony` other than all-reduce.
-        recipe: As for `headway.simulate`; so are `cluster`, `nodes`, `memory` and `change`.
-        fault: "rank 2 slow 3x" (also "... from step 20 to step 40"), "link a-b 10x slower", "kill
-            rank 3 at step 7" where the others go on; several happen together.
-        steps: That each worker makes where all meet; else as long is played as the undisturbed
-            workers take for so many.
-
-    Returns:
-        Both scenarios; times in seconds.
+        plan: With a `synchrony` other than all-reduce.
+        question: The plan's batch on its devices.
+        cluster: Of the question's machines.
+        change: As for `headway.simulate`; so are `fault` and `steps`.
 
     Raises:
-        UsageError: Neither recipe nor cluster is known, or a sentence means nothing here.
-        RecipeError: The recipe cannot be used.
-        DocumentError: A file has problems; all are listed.
-        PlanError: The plan is of another batch, for more devices, or cannot be simulated.
+        UsageError: A sentence means nothing here.
+        PlanError: The plan cannot be simulated.
     """
-    loaded = resolve_plan(plan)
-    file = None if isinstance(plan, Plan) else Path(plan)
-    subject = pricing_target(file, loaded, recipe, cluster, nodes)
-    if subject is None:
-        raise missing_option_error("--recipe and --cluster")
     if steps < 1:
         raise UsageError(f"--steps {steps}: at least 1")
-    _check_simulable(loaded)
-    check_ranks(loaded.ranks, subject.cluster)
-    captured = recipe_workload(subject.recipe, loaded)
-    question = pricing_request(
-        captured,
-        subject.cluster,
-        devices=(loaded.ranks,),
-        memory=parse_memory_limit(memory),
-        precision=loaded.memory.precision,
-    )
-    faults = [
-        _possible(one, loaded) for one in parse_rank_faults(fault, loaded.ranks, subject.cluster)
-    ]
-    changed = question.with_machines(
-        change_device_types(question.machines, subject.cluster, change)
-    )
-    undisturbed = _Workers(loaded, question, subject.cluster, ())
+    _check_simulable(plan)
+    faults = [_possible(one, plan) for one in parse_rank_faults(fault, plan.ranks, cluster)]
+    changed = question.with_machines(change_device_types(question.machines, cluster, change))
+    undisturbed = _Workers(plan, question, cluster, ())
     alone = undisturbed.played(steps, None).seconds
     scenarios = [undisturbed.scenario("as planned", steps, alone)]
     if change or fault:
-        disturbed = _Workers(loaded, changed, subject.cluster, faults)
+        disturbed = _Workers(plan, changed, cluster, faults)
         scenarios.append(disturbed.scenario("changed", steps, alone))
-    return WorkerSimulation(plan=loaded.hash, words=in_words(loaded), scenarios=tuple(scenarios))
+    return tuple(scenarios)
 
 
 def _check_simulable(plan: Plan) -> None:
     rules, problems = plan.synchrony, [*plan.synchrony.carried_out_by_nothing()]
-    if rules.by_all_reduce:
-        problems.append("all ranks agree at every step: `headway simulate` plays one step of it")
     if rules.value_bound is not None:
         problems.append(
             f"synchrony.value_bound is {rules.value_bound:g}: which updates wait follows from the "

@@ -13,13 +13,9 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from headway.api.inputs import resolve_plan
-from headway.api.simulation import SimulationScenario
+from headway.api.simulation import NOT_ONE_STEP, SimulationScenario
 from headway.api.simulation import simulate as simulate_plan
-from headway.api.worker_simulation import (
-    WorkerScenario,
-    WorkerSimulation,
-    simulate_workers,
-)
+from headway.api.worker_simulation import WorkerScenario
 from headway.cli.terminal.console import say, say_json, table_lines, write_file
 from headway.errors import UsageError
 from headway.report.trace_export import chrome_trace_json
@@ -164,27 +160,27 @@ def scenario_data(scenarios: Sequence[SimulationScenario]) -> dict[str, object]:
     }
 
 
-def worker_data(run: WorkerSimulation) -> dict[str, object]:
+def worker_data(runs: Sequence[WorkerScenario]) -> dict[str, object]:
     """All figures of a run of workers as plain data."""
     return {
         "scenarios": [
             asdict(scenario) | {"links": [[*ends, size] for ends, size in scenario.links.items()]}
-            for scenario in run.scenarios
+            for scenario in runs
         ]
     }
 
 
 def worker_lines(
-    run: WorkerSimulation, change: Sequence[str], fault: Sequence[str]
+    runs: Sequence[WorkerScenario], change: Sequence[str], fault: Sequence[str]
 ) -> Iterator[str]:
     """The same for people."""
-    if len(run.scenarios) == 2:
+    if len(runs) == 2:
         yield f"changed: {'; '.join([*change, *fault])}"
         yield ""
-    for scenario in run.scenarios:
+    for scenario in runs:
         more = ""
-        if scenario is not run.scenarios[0]:
-            more = f" ({_relative_change(scenario.rate, run.scenarios[0].rate)})"
+        if scenario is not runs[0]:
+            more = f" ({_relative_change(scenario.rate, runs[0].rate)})"
         yield (
             f"{scenario.name}: {scenario.rate:.4g} samples/s{more} in "
             f"{format_seconds(scenario.seconds)}"
@@ -233,19 +229,15 @@ def _byte_lines(scenario: WorkerScenario) -> Iterator[str]:
             yield f"and {len(scenario.links) - len(largest)} links with less: --json has all"
 
 
-def _refuse(options: Mapping[str, object]) -> None:
-    """Raise where an option is for one step of a plan.
+def _refuse_drawings(plan: Path | None, files: Mapping[str, Path | None]) -> None:
+    """Refuse to draw the step of a plan of which a run is simulated.
 
     Raises:
-        UsageError: Names all of them.
+        UsageError: Names all files.
     """
-    given = [name for name, value in options.items() if value is not None]
-    if given:
-        raise UsageError(
-            "the workers of this plan do not agree at every step: a run is simulated, not one step",
-            where=", ".join(given),
-            fix="Leave it out.",
-        )
+    given = [name for name, file in files.items() if file is not None]
+    if given and plan is not None and not resolve_plan(plan).synchrony.by_all_reduce:
+        raise UsageError(NOT_ONE_STEP, where=", ".join(given), fix="Leave it out.")
 
 
 def simulate(
@@ -262,7 +254,7 @@ def simulate(
     share_links: Annotated[bool, Parameter(negative="")] = False,
     svg: Path | None = None,
     timeline: Path | None = None,
-    steps: int = 100,
+    steps: int | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
     """Simulate a step: time, bubble, exposed communication, memory; before and after changes.
@@ -287,26 +279,9 @@ def simulate(
             links: those in flight at the same time slow each other down.
         svg: Write the timelines and the memory to this file.
         timeline: Write a Chrome trace (opens in Perfetto) of the last step to this file.
-        steps: Of a run of workers: how many steps an undisturbed worker makes.
+        steps: Of a run of workers: how many steps an undisturbed worker makes; by default 100.
     """
-    if plan is not None and not resolve_plan(plan).synchrony.by_all_reduce:
-        no_step = {"--svg": svg, "--timeline": timeline, "--share-links": share_links or None}
-        _refuse({**no_step, "--devices": devices})
-        run = simulate_workers(
-            plan,
-            recipe=recipe,
-            cluster=cluster,
-            nodes=nodes,
-            memory=memory,
-            change=change,
-            fault=fault,
-            steps=steps,
-        )
-        if json:
-            say_json({"plan": run.plan, "change": change, "fault": fault} | worker_data(run))
-        else:
-            say("\n".join([run.words, "", *worker_lines(run, change, fault)]))
-        return
+    _refuse_drawings(plan, {"--svg": svg, "--timeline": timeline})
     result = simulate_plan(
         plan,
         recipe=recipe,
@@ -317,7 +292,15 @@ def simulate(
         change=change,
         fault=fault,
         share_links=share_links,
+        steps=steps,
     )
+    said = {"plan": result.plan, "change": change, "fault": fault}
+    if runs := result.runs:
+        if json:
+            say_json(said | worker_data(runs))
+        else:
+            say("\n".join([result.words, "", *worker_lines(runs, change, fault)]))
+        return
     scenarios = result.scenarios
     if svg is not None:
         from headway.report.pictures.simulated_steps import simulated_steps_svg
@@ -332,7 +315,7 @@ def simulate(
     if timeline is not None:
         write_file(timeline, chrome_trace_json(result.timeline))
     if json:
-        say_json({"plan": result.plan, "change": change, "fault": fault} | scenario_data(scenarios))
+        say_json(said | scenario_data(scenarios))
         return
     say(
         "\n".join(
