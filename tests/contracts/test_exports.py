@@ -45,7 +45,8 @@ PUBLIC = """
     MemmapSource MissingExtra NotEqual NothingFits PeerLost PipelinePlan Plan PlanError
     PlanningResult Prediction Recipe RecipeError RunDirectoryTaken RunError SimulationResult
     SimulationScenario Source Stalled Timeline TrainingObserver TrainingResult UsageError
-    VerificationResult WorkerFailed criterion data_parallel plan register_backend
+    VerificationResult WorkerFailed WorkerFigures WorkerScenario criterion data_parallel plan
+    register_backend
     register_comm_hook replicate set_default_strategy simulate split stage train verify
 """
 
