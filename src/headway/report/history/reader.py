@@ -350,7 +350,7 @@ class _RankReplay:
 
     def take(self, row: Mapping[str, Any]) -> None:
         event = row.get("event")
-        if event not in ("rank_step", "span"):
+        if event not in ("rank_step", "rank_end", "span"):
             return
         step, attempt = int(row["step"]), int(row.get("attempt") or 0)
         # A step that no event has named yet belongs to the newest attempt; without attempts all
@@ -361,6 +361,12 @@ class _RankReplay:
             self.spans.append((step, _span(row)))
             return
         taken = parse_record(LoggedRankStep, row)
+        if event == "rank_end":
+            # What others have pushed here since counts with the last step.
+            if (last := self.steps.get(step)) is not None:
+                every = last.staleness + taken.staleness
+                self.steps[step] = dataclasses.replace(last, staleness=every)
+            return
         self._rewind(step)
         self.steps[step] = taken
         self._last = (step, float(row.get("time") or math.nan))

@@ -144,6 +144,7 @@ class LoggedRankStep:
         time: When it ended, seconds since the epoch.
         loss: Of the samples of a worker that does not agree with the others at every step; so are
             the other fields below. NaN: there are no such workers.
+        lr: The learning rate of its first parameters.
         samples: That it made.
         waits: Seconds by what it waited for.
         staleness: Of pushes that servers of this rank have handled: (worker, updates).
@@ -160,6 +161,7 @@ class LoggedRankStep:
     memory_bytes: float = math.nan
     time: float = math.nan
     loss: float = math.nan
+    lr: float = math.nan
     samples: int = 0
     waits: Mapping[str, float] = dataclasses.field(default_factory=dict)
     staleness: tuple[tuple[int, int], ...] = ()

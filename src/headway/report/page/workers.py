@@ -153,6 +153,9 @@ def _pictures(
     by_time = {
         worker: [(row.time - begin, row.loss) for row in rows] for worker, rows in steps.items()
     }
+    rates = {worker: [(row.time - begin, row.lr) for row in rows] for worker, rows in steps.items()}
+    # At the same step it is the same for all, by their schedule: workers are at different steps.
+    differ = len({lr for points in rates.values() for _, lr in points if isfinite(lr)}) > 1
     apart = {
         worker: [(float(row.step), row.distance) for row in rows] for worker, rows in steps.items()
     }
@@ -160,6 +163,10 @@ def _pictures(
         ("Staleness", staleness_picture(stale)),
         ("What workers wait for", waits_picture(waits)),
         ("Speed", lines_picture("speeds", speeds, across="seconds", up="samples/s")),
+        (
+            "Learning rate by time",
+            lines_picture("worker-rates", rates, across="seconds", up="rate") if differ else None,
+        ),
         (
             "Distance between models that met",
             lines_picture("apart", apart, across="step", up="share of the norm", smoothed=True),

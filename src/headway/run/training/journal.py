@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from headway.comm.lanes.buckets import BucketTiming
 from headway.data import RankBatch
 from headway.run.step.memory import resident_bytes
-from headway.run.step.record import StageMessage, StepRecord
+from headway.run.step.record import AgreementRecord, StageMessage, StepRecord
 from headway.run.training.run_directory import EventLog, RunDirectory
 from headway.timeline import Span
 from headway.units import format_bytes
@@ -89,7 +89,7 @@ class Journal:
             data=waited,
             update=record.seconds("update") - inert,
             memory_bytes=resident_bytes(self._world.device),
-            **_agreement(batch, record),
+            **_agreement(batch, record, lr),
         )
         if self._traces(step) and record.spans:
             self._trace(step, record, waited, offset)
@@ -110,6 +110,10 @@ class Journal:
         )
         self._trace_flights(now, record.flights, offset)
         self._before = now
+
+    def last(self, step: int, seen: AgreementRecord) -> None:
+        """After the last step of a worker: what holders here have still handled for others."""
+        self._own.write("rank_end", step=step, staleness=list(seen.staleness))
 
     def _traces(self, step: int) -> bool:
         every = self._trace_every
@@ -178,13 +182,14 @@ class Journal:
         log.write("warning", text=str(message))
 
 
-def _agreement(batch: RankBatch, record: StepRecord) -> dict[str, Any]:
+def _agreement(batch: RankBatch, record: StepRecord, lr: float) -> dict[str, Any]:
     """What a worker that does not agree with the others at every step has made and seen."""
     seen = record.agreement
     if seen is None:
         return {}
     return {
         "loss": record.loss,
+        "lr": lr,
         "samples": sum(len(micro.positions) for micro in batch.micros),
         "waits": {cause: round(seconds, 6) for cause, seconds in seen.waits.items()},
         "staleness": list(seen.staleness),

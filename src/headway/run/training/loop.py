@@ -413,6 +413,7 @@ class Training:
 
     def _end_free(self, free: FreeRun, total: int) -> None:
         free.history.save(self._history)
+        self._journal.last(self.executor.steps_done, free.agreement_record())
         if free.leads:
             self._journal.lead()
         self._tell_losses(total)
