@@ -14,6 +14,7 @@ import headway
 from headway.checkpoint.directory import read_manifest, step_path
 from headway.data import Cursor
 from headway.errors import PlanError
+from headway.optim import LARS
 from headway.plans import (
     ExchangePlan,
     LayerSplit,
@@ -422,6 +423,14 @@ def test_a_worker_without_samples_has_no_state_of_another_one(tmp_path: Path) ->
     run_ranks(3, one_has_no_samples, tmp_path)
 
 
+@pytest.mark.parametrize("inside", sampled([{}, {"zero": 1}], 1))
+def test_norms_of_layers_are_those_of_each_worker(inside: dict[str, Any]) -> None:
+    """LARS divides them over ranks that have one model: those of other workers have others."""
+    rules = Synchrony(merge="mean", local_steps=3, state="keep", copies=2)
+    made = recipe(rules, optimizer=lambda m: LARS(m.parameters(), lr=0.1), **inside)
+    headway.verify(made, processes=4, steps=6).check()
+
+
 class StopAfter:
     """Asks for a stop after a step, once."""
 
@@ -477,7 +486,6 @@ def test_training_saves_and_validates_when_workers_have_met(tmp_path: Path) -> N
         ({"merge": "mean"}, WITHOUT_FLUSH, "without a flush stages are updated"),
         ({"merge": "mean"}, {"exchange": ExchangePlan(priority=True)}, "priority with workers"),
         ({"merge": "mean", "topology": "master"}, {}, "taken by an all-reduce"),
-        ({"kind": "asynchronous", "copies": 2}, {}, "workers of several ranks"),
         ({"merge": "penalty", "kind": "soft_bounded"}, {}, "synchrony"),
     ],
 )

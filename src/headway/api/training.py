@@ -263,7 +263,7 @@ def train(
         )
         if place.found_world:
             return _train_as_rank(place, job, observer)
-        guarded = known is None or known.synchrony.survives
+        guarded = known is None or known.survives
         return _launch(job, ranks, restarts, scene.faults, emulated, observer, guarded=guarded)
 
 

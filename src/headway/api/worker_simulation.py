@@ -145,7 +145,7 @@ def _possible(fault: Fault, plan: Plan) -> Fault:
         holds = server_places(rules, plan.workers) if rules.has_servers else ()
         if rules.merge == "elastic" and rules.place == "master":
             holds = (0,)
-        if not rules.survives:
+        if not plan.survives:
             why = "workers of this plan wait for all others: the run ends"
         elif fault.rank // each in holds:
             why = "a server or the centre lives there, without which nobody goes on: the run ends"

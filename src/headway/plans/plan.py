@@ -134,6 +134,11 @@ class Plan:
         """Groups of ranks that agree with each other as `synchrony` says."""
         return self.mesh.degree(WORKER_AXIS)
 
+    @property
+    def survives(self) -> bool:
+        """Whether workers go on where one dies: those of one rank, by some of the rules."""
+        return self.synchrony.survives and self.ranks == self.workers
+
     def worker_ranks(self, rank: int) -> range:
         """The ranks of a rank's worker; where all agree at every step, all ranks."""
         inner = self.ranks // self.workers
@@ -578,9 +583,7 @@ def _unsupported_synchrony(plan: Plan) -> Iterator[str]:
     synchrony = plan.synchrony
     if synchrony.by_all_reduce:
         return
-    if not synchrony.in_rounds and plan.ranks > plan.workers:
-        yield f"synchrony ({synchrony}) with workers of several ranks"
-    elif not synchrony.in_rounds and plan.memory.zero:
+    if not synchrony.in_rounds and plan.ranks == plan.workers and plan.memory.zero:
         yield f"memory.zero {plan.memory.zero} with workers of one rank ({synchrony})"
     if synchrony.place == "master" and synchrony.merge == "mean":
         yield 'synchrony.topology "master": the mean is taken by an all-reduce; leave it out'

@@ -43,8 +43,8 @@ from headway.run.step.forward_pass import to_float64
 from headway.run.step.randomness import build_model
 from headway.run.step.setup import recipe_plan, stepped_each_step
 from headway.run.strategy.training_state import TrainingState
-from headway.run.synchrony.free_run import FreeRun
 from headway.run.synchrony.rounds import RoundsRun
+from headway.run.synchrony.worker_group import UnmetRun
 from headway.verification.exchange_recording import ExchangeRecorder, exchange_file
 from headway.verification.history_run import history_file
 from headway.verification.recording import (
@@ -295,7 +295,7 @@ class RecordedRun:
         self._apart: dict[str, str] = {}
         # Of workers that do not meet, each rank's own: loss, count and tensors of every step.
         self._free: list[tuple[float, float, TensorsByKind]] | None = None
-        if isinstance(executor.strategy.rounds, FreeRun):
+        if isinstance(executor.strategy.rounds, UnmetRun):
             self._free = []
         self._meetings: ExchangeRecorder | None = None
         rounds = executor.strategy.rounds
@@ -354,8 +354,8 @@ class RecordedRun:
 
     def _save_history(self, target: Path) -> None:
         rounds = self._run.strategy.rounds
-        if isinstance(rounds, FreeRun):
-            rounds.history.save(history_file(target, self._world.rank))
+        if isinstance(rounds, UnmetRun) and rounds.first:
+            rounds.history.save(history_file(target, rounds.worker))
 
     def _checkpoint_exchange(self) -> None:
         """Save what compressors keep back, as a checkpoint does, and take it up; collective."""
@@ -398,7 +398,7 @@ class RecordedRun:
                 run.cut(batch)  # split layers have no exchange before
                 self.watch(step)
                 if self._free is not None:
-                    sleep(nap(self._world.rank, step))
+                    sleep(nap(self._world.rank * self._plan.workers // self._plan.ranks, step))
                 try:
                     loss = run.step(batch)
                 except Diverged:
@@ -478,6 +478,8 @@ class RecordedRun:
             kinds.append("optimizer")  # of the servers
         # A pipeline's are complete on the first rank of each worker.
         self._take_workers(step + 1, 0.0, 1.0, {kind: ends.get(kind, {}) for kind in kinds})
+        if self._free is not None:  # before that nobody waits for all
+            self._same_in_workers(step + 1)
 
     def _take_crossing(self) -> None:
         """With priority: all steps of which all updates have been made."""

@@ -58,9 +58,9 @@ Program: TypeAlias = Generator[Address, Any, None]
 """A worker: gives the holder whose next reply it waits for."""
 
 
-def history_file(target: Path, rank: int) -> Path:
-    """Where a rank's history is written, beside a recording of workers that do not meet."""
-    return target.with_suffix(f".history-{rank}")
+def history_file(target: Path, worker: int) -> Path:
+    """Where a worker's history is written, beside a recording of workers that do not meet."""
+    return target.with_suffix(f".history-{worker}")
 
 
 def record_history(_: LaunchEnv, job: VerifyJob, target: Path, *, ranks: int, split: Path) -> None:
@@ -78,7 +78,7 @@ def record_history(_: LaunchEnv, job: VerifyJob, target: Path, *, ranks: int, sp
     holding = prepared(job, replace(recipe, scheduler=None), plan)[1]
     workers = _Workers(recipe, plan, states, list(steps))
     family = _family(plan.synchrony, workers, holding)
-    histories = {rank: History.load(history_file(split, rank)) for rank in range(ranks)}
+    histories = {n: History.load(history_file(split, n)) for n in range(plan.workers)}
     _Table(merged(histories), family).play()
     recorder = Recorder(states[0])
     for step in range(workers.steps):
@@ -180,7 +180,9 @@ class _Workers:
             self._noted[worker] += 1
         if step == self.steps:
             return None
-        total, count = self._gradients.leave(worker, [self._batches[step][worker]])
+        copies = len(self._batches[step]) // self.count
+        shares = self._batches[step][worker * copies : (worker + 1) * copies]
+        total, count = self._gradients.leave(worker, shares)
         self._losses[step][worker] = total, count
         values = {
             name: (p.grad.to_dense() if p.grad.is_sparse else p.grad).clone()

@@ -70,22 +70,26 @@ def find_nodes(world: World) -> Nodes:
 
 
 def gather_to_first(
-    own: Mapping[str, Tensor], world: World, ranks: Sequence[int] | None = None
+    own: Mapping[str, Tensor],
+    world: World,
+    ranks: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> dict[str, Tensor]:
     """All tensors of some ranks on the first of them, one after the other; nothing on the others.
 
-    Collective over all ranks.
+    Collective over these ranks.
 
     Args:
         own: Name -> tensor, dense; a name is given by one of the ranks only.
         ranks: Those of this rank's worker; None: all.
+        group: Theirs; None: the default one.
     """
     first, *others = range(world.ranks) if ranks is None else ranks
     told = {name: (t.shape, t.dtype, t.device.type == "cpu") for name, t in own.items()}
-    forms = gather_facts(told)
+    forms = gather_facts(told, group)
     found = dict(own) if world.rank == first else {}
-    for rank in others:
-        for name, (shape, dtype, on_host) in forms[rank].items():
+    for place, rank in enumerate(others, 1):
+        for name, (shape, dtype, on_host) in forms[place].items():
             if world.rank == rank:
                 dist.send(_packed([own[name]], world.device), dst=first)
             elif world.rank == first:

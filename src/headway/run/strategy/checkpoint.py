@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from headway.channel.facts import gather_facts
@@ -33,10 +34,17 @@ if TYPE_CHECKING:
 class CheckpointInventory:
     """What each rank holds of a checkpoint, as the ranks have reported it to each other."""
 
-    def __init__(self, world: World, workers: int = 1) -> None:
-        self._world, self._workers = world, workers
+    def __init__(
+        self, world: World, workers: int = 1, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """
+        Args:
+            group: Of the ranks that save together; None: all.
+        """
+        self._world, self._workers, self._group = world, workers, group
+        ranks = world.ranks if group is None else group.size()
         self._told: dict[str, HeldTensorSpec] = {}
-        self._known: list[dict[str, HeldTensorSpec]] = [{}] * world.ranks
+        self._known: list[dict[str, HeldTensorSpec]] = [{}] * ranks
 
     def agree(self, tensors: Mapping[str, Tensor], facts: Facts) -> tuple[Holdings, Facts]:
         """Who has which tensors, and the facts of all ranks together; collective."""
@@ -47,7 +55,7 @@ class CheckpointInventory:
         # On the default group, from the main thread: the side group belongs to the checkpoint that
         # may still be being written.
         with self._world.explained("agreeing on a checkpoint"):
-            found = gather_facts((news, facts["optimizer"]["scalars"]))
+            found = gather_facts((news, facts["optimizer"]["scalars"]), self._group)
         self._known = [
             known if specs is None else specs
             for known, (specs, _) in zip(self._known, found, strict=True)
@@ -61,13 +69,18 @@ class CheckpointInventory:
         return Holdings.of(self._known), {**facts, "optimizer": optimizer}
 
 
-def make_inventory(plan: Plan, world: World) -> CheckpointInventory | None:
+def make_inventory(
+    plan: Plan, world: World, group: dist.ProcessGroup | None = None
+) -> CheckpointInventory | None:
     """The inventory of a plan under which ranks hold parts, or models of their own; None: each rank
     holds everything.
+
+    Args:
+        group: Of the ranks that save together; None: all.
     """
     parts = plan.pipe_degree > 1 or plan.split.tensor or (plan.memory.zero and plan.ranks > 1)
     own = plan.workers > 1 and plan.synchrony.in_rounds
-    return CheckpointInventory(world, plan.workers if own else 1) if parts or own else None
+    return CheckpointInventory(world, plan.workers if own else 1, group) if parts or own else None
 
 
 def checkpoint_contents(

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from headway.checkpoint.staging import local_data
+from headway.checkpoint.staging import local_box, local_data
 from headway.errors import PlanError
 from headway.parallel import ModelStages
 from headway.parallel.fsdp import (
     ShardedParameterSite,
     full_tensor_of,
+    part_as_dtensor,
     rebind_optimizer_parameters,
     squared_gradient_norm,
 )
@@ -108,6 +109,19 @@ class HeldParameters(ABC):
 
         Where workers do not agree at every step: each worker's on its first rank.
         """
+
+    def part_of(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor that has the form of a parameter, as it holds that."""
+        if self.layers is not None:
+            return self.layers.held(name, whole)
+        held = self.named[name]
+        if not isinstance(held, DTensor):
+            return whole
+        box = local_box(held)
+        if box is not None:
+            sides = zip(box.offsets, box.shape, strict=True)
+            whole = whole[tuple(slice(start, start + size) for start, size in sides)]
+        return part_as_dtensor(whole.clone(), held.device_mesh, held.placements, held.shape)
 
     @abstractmethod
     def gather_whole(self) -> None:
@@ -432,11 +446,16 @@ class StageParameters(HeldParameters):
     def complete(self, numbers: TensorsByKind) -> TensorsByKind:
         found: dict[str, dict[str, Tensor]] = {}
         with self._context.exchanging():
-            gathered = gather_to_first(self._owned(numbers), self._context.world, self._ranks)
+            gathered = self._gather(self._owned(numbers))
         for key, tensor in gathered.items():
             kind, _, name = key.partition("/")
             found.setdefault(kind, {})[name] = tensor
         return found
+
+    def _gather(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """On the first rank that has a part of the model; see `gather_to_first`."""
+        context = self._context
+        return gather_to_first(own, context.world, self._ranks, context.inside)
 
     def _owned(self, numbers: TensorsByKind) -> dict[str, Tensor]:
         """The whole tensors that this rank owns; collective among the ranks with parts of them."""
@@ -462,7 +481,7 @@ class StageParameters(HeldParameters):
                 self._shards.gather()
             tensors = self._tensors()
             own = {name: tensor for name, tensor in tensors.items() if self.ownership.owns(name)}
-            found = gather_to_first(own, self._context.world, self._ranks)
+            found = self._gather(own)
         for name in (name for name in found if not self.ownership.holds(name)):
             # Through `.data`: the optimiser, hooks and tied modules keep the same parameter object.
             tensors[name].data = found[name].data

@@ -62,6 +62,7 @@ from headway.run.synchrony.differences import DifferenceExchange
 from headway.run.synchrony.free_run import FreeRun
 from headway.run.synchrony.replica import ModelReplica
 from headway.run.synchrony.rounds import RoundsRun, WorkerPlace
+from headway.run.synchrony.worker_group import GroupRun, UnmetRun
 
 
 class Reducer(ABC):
@@ -323,7 +324,7 @@ class Strategy:
         reducer: Reducer,
         pipeline: PipelineRunner | None = None,
         divide: Callable[[RankBatch | None], RandomDraws | None] | None = None,
-        rounds: RoundsRun | FreeRun | None = None,
+        rounds: RoundsRun | UnmetRun | None = None,
     ) -> None:
         self.rounds = rounds
         self.parameters = parameters
@@ -403,7 +404,8 @@ class Strategy:
         """The tensors of a step, complete on rank 0: see `TrainingState.tensors_by_kind`."""
         setup, layout = self._setup, self.parameters.layers
         trained = TrainingState(setup.model, setup.optimizer, setup.scheduler, layout=layout)
-        return self.parameters.complete(trained.tensors_by_kind())
+        found = self.parameters.complete(trained.tensors_by_kind())
+        return self.rounds.with_state(found) if isinstance(self.rounds, GroupRun) else found
 
     def close(self) -> None:
         """Finish the exchange in progress and remove the hooks from the model."""
@@ -538,7 +540,7 @@ class Strategy:
 
     def passes_over(self, step: int) -> bool:
         """Whether a step, from 0, is left out, as the other workers have closed it; then it is."""
-        if not isinstance(self.rounds, FreeRun) or not self.rounds.is_closed(step):
+        if not isinstance(self.rounds, UnmetRun) or not self.rounds.is_closed(step):
             return False
         self.rounds.pass_over()
         self._count = 0.0
@@ -621,7 +623,7 @@ class Strategy:
         if self._setup.scheduler is None:
             return
         with warnings.catch_warnings():
-            if isinstance(self.rounds, FreeRun):
+            if isinstance(self.rounds, UnmetRun):
                 # It is: where the parameters are held, and with the rates that this one sets.
                 text = "Detected call of `lr_scheduler.step.*` before `optimizer.step"
                 warnings.filterwarnings("ignore", text)
@@ -712,7 +714,7 @@ def data_parallel_strategy(setup: TrainingSetup) -> Strategy:
 
 def _rounds(
     setup: TrainingSetup, context: StepContext, parameters: HeldParameters
-) -> RoundsRun | FreeRun | None:
+) -> RoundsRun | UnmetRun | None:
     """The meetings of this rank's worker with others; None: all agree at every step. Collective."""
     plan = setup.plan
     if plan.synchrony.by_all_reduce:
@@ -720,7 +722,17 @@ def _rounds(
     place = WorkerPlace.of(plan, setup.world)
     context.inside = place.inside
     if not plan.synchrony.in_rounds:
-        return FreeRun(plan, place, setup.world, parameters.named, setup.optimizer)
+        if plan.ranks == plan.workers:
+            return FreeRun(plan, place, setup.world, parameters.named, setup.optimizer)
+        return GroupRun(
+            plan,
+            place,
+            setup.world,
+            setup.model,
+            parameters,
+            setup.optimizer,
+            apart=not isinstance(parameters, WholeParameters),
+        )
     differences = None
     if plan.synchrony.compress != "none":
         differences = DifferenceExchange(
@@ -744,7 +756,9 @@ def _bucket_reducer(setup: TrainingSetup, context: StepContext) -> Reducer:
 
 
 def _fit_optimizer(setup: TrainingSetup) -> None:
-    fit_exchange(setup.optimizer, setup.plan.exchange, ranks=setup.plan.exchange_degree)
+    # Norms are divided over all ranks, which have one model only where all agree at every step.
+    ranks = setup.plan.exchange_degree if setup.plan.synchrony.by_all_reduce else 1
+    fit_exchange(setup.optimizer, setup.plan.exchange, ranks=ranks)
 
 
 def _sharded(setup: TrainingSetup) -> Strategy:

@@ -1,6 +1,7 @@
 """Workers that do not meet in rounds, as processes: servers, elastic centres, pairs, gossip.
 
-The programs and holders are those of `headway.synchrony.programs`. Each rank is a worker, and some
+The programs and holders are those of `headway.synchrony.programs`. Each rank is a worker (or
+leads one: `worker_group`), and some
 ranks have holders: a server's share of the parameters, the centre, the worker's own model. A thread
 of the rank handles what other workers send to its holders, one message at a time, and notes in
 which order (`History`): given that, everything else follows, and the run can be repeated bit by
@@ -61,7 +62,8 @@ if TYPE_CHECKING:
     from headway.run.distributed.world import World
 
 
-_FOR_EVER = 1e9
+FOR_EVER = 1e9
+"""Seconds; a death is noticed at once."""
 _TICK_SECONDS = 0.5
 _LENIENCE = 1.25
 """Of a worker beside a holder, which knows better who is missing."""
@@ -171,6 +173,7 @@ class FreeRun:
         world: World,
         named: Mapping[str, nn.Parameter],
         optimizer: Optimizer,
+        history: History | None = None,
     ) -> None:
         self.met = True
         self.over = False
@@ -181,7 +184,7 @@ class FreeRun:
         self._undone: set[tuple[int, int]] = set()
         self._recorder = AgreementRecorder()
         self._stale_seen: dict[Address, int] = {}
-        self._holders = self._new_holders(History())
+        self._holders = self._new_holders(history or History())
         self._steps = 0
         self._finished = False
         self._wanted: Compute | None = None
@@ -208,6 +211,21 @@ class FreeRun:
         return self._place.inside
 
     @property
+    def worker(self) -> int:
+        """Its number."""
+        return self._place.worker
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank leads its worker: it is the only one."""
+        return True
+
+    @property
+    def wanted_step(self) -> int | None:
+        """The step, from 0, whose gradients the program waits for; None: it has ended."""
+        return None if self._wanted is None else self._wanted.step
+
+    @property
     def history(self) -> History:
         """In which order the holders of this rank have handled their messages."""
         return self._holders.history
@@ -216,6 +234,11 @@ class FreeRun:
     def leads(self) -> bool:
         """Whether this is the first of the workers that are left."""
         return self._place.worker == min(set(range(self._plan.workers)) - self.gone)
+
+    @property
+    def saves(self) -> bool:
+        """Whether this rank saves the checkpoint at the end."""
+        return self.leads
 
     @property
     def needed(self) -> bool:
@@ -285,16 +308,21 @@ class FreeRun:
         self._await_others()
         if self._world.place.note_folder is not None:
             # From here on the others may have what this rank ends with, and some not.
-            (self._world.place.note_folder / f"ended-{self._place.worker:05d}").touch()
+            (self._world.place.note_folder / f"ended-{self._world.rank:05d}").touch()
         self._holders.check_handled()
         self._adopt_common()
         for (_, peer), link in self._links.items():
             if not link.close(self._world.timeout_seconds):
                 raise self._silent(peer, "takes nothing at the end of the run")
         if not self.gone:
-            self._world.barrier("the end of all workers")
+            self._wait_for_all()
         self._close_channels(patient=True)
         self.met = True
+
+    def _wait_for_all(self) -> None:
+        if not self._world.alone:
+            with self._world.explained("the end of all workers"):
+                dist.barrier(group=self._place.across)
 
     def close(self) -> None:
         """End without the others, after an error: their channels break, no thread is left."""
@@ -368,7 +396,7 @@ class FreeRun:
 
     def _remote_answer(self, place: int) -> Answer | None:
         try:
-            said = _received(self._asking[place])
+            said = received(self._asking[place])
         except PeerLost:
             if self._replayed is not None or not self._may_lose(place):
                 raise
@@ -436,7 +464,7 @@ class FreeRun:
         """Whose next part has come, after a while at most; drops those that are gone."""
         channels = [reader.channel for reader in heard.values()]
         try:
-            return [heard[wait_any(channels, timeout=_TICK_SECONDS).peer]]
+            return [heard[self._worker_of(wait_any(channels, timeout=_TICK_SECONDS))]]
         except Stalled:
             return []
         except PeerLost as error:
@@ -447,8 +475,11 @@ class FreeRun:
                     self._lose(heard, peer, error)
             return []
 
+    def _worker_of(self, channel: Channel) -> int:
+        return self._place.peers.index(channel.peer)
+
     def _hear(self, heard: dict[int, MessageReader], reader: MessageReader) -> None:
-        peer = reader.channel.peer
+        peer = self._worker_of(reader.channel)
         try:
             found = reader.take()
         except PeerLost as error:
@@ -478,9 +509,7 @@ class FreeRun:
     def _may_lose(self, peer: int) -> bool:
         """Whether this rank goes on without another."""
         places = self._parts.run.places.items()
-        return self._plan.synchrony.survives and not any(
-            p == peer and a.kind in _NEEDED for a, p in places
-        )
+        return self._plan.survives and not any(p == peer and a.kind in _NEEDED for a, p in places)
 
     def _note_gone(self, peer: int) -> None:
         """The worker has seen the death of a process; the thread of the holders will, too."""
@@ -521,8 +550,8 @@ class FreeRun:
 
     def _silent(self, place: int, what: str) -> Stalled:
         return Stalled(
-            f"rank {place} {what}",
-            where=f"rank {self._place.worker}, after step {self._steps}",
+            f"rank {self._place.peers[place]} {what}",
+            where=f"rank {self._world.rank}, after step {self._steps}",
             why=f"Nothing came for {self._world.timeout_seconds:g} s.",
             fix="Look for what that process does instead, or allow more time (--timeout).",
         )
@@ -539,9 +568,11 @@ class FreeRun:
                 (self._asking, self._asked) if rank < peer else (self._asked, self._asking)
             )
             for readers in (first, second):
-                channel = Channel(peer, slots=4, timeout=self._world.timeout_seconds)
+                channel = Channel(
+                    self._place.peers[peer], slots=4, timeout=self._world.timeout_seconds
+                )
                 # Nobody need ask anything for a long time; a death is noticed at once.
-                channel.allow(_FOR_EVER)
+                channel.allow(FOR_EVER)
                 readers[peer] = MessageReader(channel)
             self._links["asking", peer] = MessageLink(self._asking[peer].channel)
             self._links["asked", peer] = MessageLink(self._asked[peer].channel)
@@ -566,7 +597,7 @@ class FreeRun:
             return False
         for worker in sorted(workers):
             with suppress(OSError, ValueError):
-                pid = int((note_folder / f"pid-{worker:05d}").read_text())
+                pid = int((note_folder / f"pid-{self._place.peers[worker]:05d}").read_text())
                 if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt":
                     os.kill(pid, signal.SIGKILL)
                     ended = True
@@ -615,7 +646,7 @@ class FreeRun:
         until = monotonic() + self._world.timeout_seconds
         while monotonic() < until:
             try:
-                said = _received(self._asking[peer])
+                said = received(self._asking[peer])
             except PeerLost:
                 if self._replayed is not None or not self._may_lose(peer):
                     raise
@@ -666,7 +697,7 @@ class _Waits:
             )
 
 
-def _received(reader: MessageReader) -> Any:
+def received(reader: MessageReader) -> Any:
     """The next message, or None where it is not whole after a while.
 
     Raises:

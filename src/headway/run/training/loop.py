@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from headway.checkpoint.save_plan import Holdings
 from headway.checkpoint.store import CheckpointStore
@@ -55,6 +56,7 @@ from headway.run.strategy.checkpoint import (
 )
 from headway.run.strategy.training_state import Facts, TrainingState
 from headway.run.synchrony.free_run import FreeRun
+from headway.run.synchrony.worker_group import GroupRun, UnmetRun
 from headway.run.training.callbacks import Callbacks, RunView
 from headway.run.training.job import TrainingOutcome, TrainJob
 from headway.run.training.journal import Journal
@@ -85,7 +87,7 @@ class Training:
         self._directory = RunDirectory(job.directory)
         self._values: dict[str, float] = {}
         self._saved = -1
-        self._free: FreeRun | None = None
+        self._free: UnmetRun | None = None
         self._lost: list[str] = []
         # Samples used so far, where these and no number of steps decide when the run ends.
         self._used: int | None = None
@@ -207,16 +209,21 @@ class Training:
             world=self._world,
         )
         self._repeat_history()
-        rounds, apart = self.executor.strategy.rounds, False
-        if isinstance(rounds, FreeRun):
-            # Each has the whole model at the end: the first that is left writes it.
-            self._free, apart = rounds, True
-            rounds.history.append_to(self._history)
+        rounds, world = self.executor.strategy.rounds, self._world
+        rank, ranks, group = world.rank, world.ranks, world.side_group
+        if isinstance(rounds, UnmetRun):
+            # Each worker has the model at the end: the first that is left writes it.
+            self._free, rank, ranks, group = rounds, 0, 1, None
+            if isinstance(rounds, GroupRun):
+                rank, ranks = dist.get_rank(rounds.saving), dist.get_world_size(rounds.saving)
+                group = rounds.saving
+            if rounds.first:
+                rounds.history.append_to(self._history)
         self._store = CheckpointStore(
             self._directory.checkpoints,
-            rank=0 if apart else self._world.rank,
-            ranks=1 if apart else self._world.ranks,
-            group=None if apart else self._world.side_group,
+            rank=rank,
+            ranks=ranks,
+            group=group,
             keep=recipe.checkpoint_keep,
             late=self._job.proving,
         )
@@ -231,7 +238,7 @@ class Training:
         if self._job.replay is None:
             return
         run = self.executor.strategy.rounds
-        if not isinstance(run, FreeRun):
+        if not isinstance(run, UnmetRun):
             raise UsageError(
                 "this plan has no history to replay",
                 where=str(self._job.replay.parent),
@@ -265,14 +272,15 @@ class Training:
 
     @property
     def _history(self) -> Path:
-        return self._directory.history / f"worker-{self._world.rank:05d}"
+        assert self._free is not None
+        return self._directory.history / f"worker-{self._free.worker:05d}"
 
     def _part(self) -> None:
         """After the first step of workers that do not meet: from now on one may die alone."""
         free, note_folder = self._free, self._world.place.note_folder
         if (
-            free is None
-            or not self._plan.synchrony.survives
+            not isinstance(free, FreeRun)
+            or not self._plan.survives
             or note_folder is None
             or self._world.alone
         ):
@@ -296,7 +304,8 @@ class Training:
 
     def _cut(self) -> None:
         # Before a checkpoint is read: each rank reads only what it keeps.
-        self._inventory = make_inventory(self._plan, self._world)
+        group = self._free.saving if isinstance(self._free, GroupRun) else None
+        self._inventory = make_inventory(self._plan, self._world, group)
         if self._plan.pipe_degree == 1 and not self._plan.split.tensor:
             return
         self._world.doing("cuts the model")
@@ -411,8 +420,9 @@ class Training:
                 break
         return None
 
-    def _end_free(self, free: FreeRun, total: int) -> None:
-        free.history.save(self._history)
+    def _end_free(self, free: UnmetRun, total: int) -> None:
+        if free.first:
+            free.history.save(self._history)
         self._journal.last(self.executor.steps_done, free.agreement_record())
         if free.leads:
             self._journal.lead()
@@ -492,7 +502,7 @@ class Training:
         self._world.doing("the checkpoint of step %d", step)
         # Running statistics differ between ranks; a checkpoint holds one set, with which all go on.
         self.executor.strategy.share_buffers()
-        if self._free is not None and not self._free.leads:
+        if self._free is not None and not self._free.saves:
             self._saved = step
             return
         start = time()
