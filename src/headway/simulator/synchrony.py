@@ -19,6 +19,7 @@ from headway.synchrony.actors import Address, Compute, Gradient, Outgoing, Sende
 from headway.synchrony.driving import MailRoom, WorkerSeat
 from headway.synchrony.history import Died, History
 from headway.synchrony.programs import AgreementRun
+from headway.synchrony.waits import NO_TIME, HolderTime, split_wait
 
 GradientFunction = Callable[[int, int, Any], Gradient]
 """From worker, step and parameters (None: those of its replica) to a gradient."""
@@ -59,7 +60,7 @@ class SimulatedRun:
     Attributes:
         seconds: When the last worker had made its last step.
         steps: Of each worker: those that it has computed.
-        waits: Of each worker: seconds by cause; "link" while the question or the answer travels.
+        waits: Of each worker: seconds by cause (`synchrony.waits`).
         traffic: Models that went from one rank to another: (from, to) -> number.
         staleness: Of each worker's pushes.
         history: Of all holders.
@@ -127,7 +128,7 @@ class _Simulation:
         self._since = [0.0] * workers
         self._dead: set[int] = set()
         self._asked: dict[tuple[int, Address], float] = {}
-        self._travelled: dict[tuple[int, Address], float] = defaultdict(float)
+        self._done: dict[tuple[int, Address], tuple[float, float]] = {}
         self._shares = sum(1 for holder in run.holders if holder.kind == "server") or 1
         self.found = SimulatedRun(
             run,
@@ -240,11 +241,11 @@ class _Simulation:
         self._at(begins, comes)
 
     def _arrived(self, sender: Sender, to: Address, message: Any) -> None:
-        if isinstance(sender, int):
-            self._travelled[sender, to] = self._now - self._asked[sender, to]
         begins = max(self._now, self._busy[to])
         work = self._machines.update / self._shares if changes(message) else 0.0
         self._busy[to] = begins + work
+        if isinstance(sender, int):
+            self._done[sender, to] = (begins + work - self._now, begins + work)
         self._at(begins + work, lambda: self._handled(sender, to, message))
 
     def _handled(self, sender: Sender, to: Address, message: Any) -> None:
@@ -260,7 +261,7 @@ class _Simulation:
     def _come_to_nothing(self, sender: Sender, to: Address, message: Any) -> None:
         """To the model of a dead worker: of a pair one's own stays, gossip comes back."""
         if isinstance(sender, int) and isinstance(message, merging.Pair):
-            self._answered(sender, to, message.model, 0.0)
+            self._answered(sender, to, message.model, NO_TIME)
         elif isinstance(sender, int) and isinstance(message, merging.Gossip):
             self._post(sender, Address("model", sender), message)
 
@@ -269,16 +270,13 @@ class _Simulation:
             self._post(holder, sent.to, sent.value)
             return
         worker, place = sent.to, self._run.places[holder]
-        since = self._now
+        busy, done = self._done.get((worker, holder), (0.0, self._now))
+        spent = HolderTime(busy, max(0.0, self._now - done))
         self._carry(
-            place,
-            worker,
-            sent.value,
-            lambda: self._answered(worker, holder, sent.value, self._now - since),
+            place, worker, sent.value, lambda: self._answered(worker, holder, sent.value, spent)
         )
 
-    def _answered(self, worker: int, holder: Address, value: Any, back: float) -> None:
-        """`back`: seconds that the answer has travelled."""
+    def _answered(self, worker: int, holder: Address, value: Any, spent: HolderTime) -> None:
         if worker in self._dead:
             return
         seat = self._seats[worker]
@@ -286,10 +284,11 @@ class _Simulation:
         if seat.answer(holder, value):
             assert waits is not None
             waited = self._now - self._since[worker]
-            travels = 0.0
-            if self._run.places[holder] is not None:
-                travels = min(waited, self._travelled[worker, holder] + back)
-            for cause, seconds in ((waits.cause, waited - travels), ("link", travels)):
+            split = {waits.cause: waited}
+            if (place := self._run.places[holder]) is not None:
+                whole = 0.0 if place == worker else self._now - self._asked[worker, holder]
+                split = split_wait(waits.cause, waited, whole, spent)
+            for cause, seconds in split.items():
                 if seconds:
                     self.found.waits[worker][cause] += seconds
             self._begin(worker, seat.go_on())

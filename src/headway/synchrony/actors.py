@@ -119,7 +119,7 @@ class Await:
     """Wait for the answers to some tickets; gives them in that order.
 
     Attributes:
-        cause: What is waited for, in the report: "bound", "server", "neighbour", "link".
+        cause: What is waited for where a holder holds the answer back: see `waits`.
     """
 
     tickets: tuple[int, ...]

@@ -4,7 +4,7 @@ apart when they met. It is written to the file of its rank, step by step, for th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
@@ -38,6 +38,11 @@ class AgreementRecorder:
             yield
         finally:
             self.waits[cause] += perf_counter() - start
+
+    def waited(self, causes: Mapping[str, float]) -> None:
+        """The worker has waited, so many seconds by cause."""
+        for cause, seconds in causes.items():
+            self.waits[cause] += seconds
 
     def met(self, read: Callable[[], Bundle], other: Bundle) -> None:
         """Two models have met; measured now and then.

@@ -57,6 +57,7 @@ from headway.synchrony.driving import WorkerSeat
 from headway.synchrony.history import History, Undone
 from headway.synchrony.merging import Gossip, Model, Pair, mixed
 from headway.synchrony.programs import AgreementRun, make_run, server_places
+from headway.synchrony.waits import NO_TIME, HolderTime, split_wait
 
 if TYPE_CHECKING:
     from headway.run.distributed.world import World
@@ -81,10 +82,11 @@ class Farewell:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a holder of the sending rank answers the receiving rank's worker."""
+    """What a holder of the sending rank answers the receiving rank's worker, and when it did."""
 
     holder: Address
     value: Any
+    spent: HolderTime = NO_TIME
 
 
 @dataclass(frozen=True)
@@ -195,6 +197,9 @@ class FreeRun:
         self._present = set(range(plan.workers))
         self._numbers: dict[Address, int] = defaultdict(int)
         self._sent: dict[Address, tuple[int, Any]] = {}
+        self._asked_at: dict[Address, float] = {}
+        self._seen: dict[int, float] = {}
+        self._looked = monotonic()
         self._ended_at: set[Address] = set()
         self._asking: dict[int, MessageReader] = {}
         self._asked: dict[int, MessageReader] = {}
@@ -358,8 +363,9 @@ class FreeRun:
             wanted = seat.resume(result)
             while wanted is None and not seat.ended:
                 assert seat.waits is not None
-                with self._recorder.waiting(seat.waits.cause):
-                    answer = self._answer(seat.awaits(seat.waits))
+                begun = monotonic()
+                answer = self._answer(seat.awaits(seat.waits))
+                self._note_wait(seat.waits.cause, begun, answer)
                 if seat.answer(answer.holder, answer.value):
                     wanted = seat.go_on()
         except _LifeOver:
@@ -367,6 +373,12 @@ class FreeRun:
         self._wanted = wanted
         if wanted is not None:
             self._parts.load(wanted.value)
+
+    def _note_wait(self, cause: str, begun: float, answer: Answer) -> None:
+        """The worker has waited for an answer until now."""
+        now, far = monotonic(), self._parts.run.places[answer.holder] != self._place.worker
+        whole = now - self._asked_at[answer.holder] if far else 0.0
+        self._recorder.waited(split_wait(cause, now - begun, whole, answer.spent))
 
     def _answer(self, holder: Address) -> Answer:
         """The next answer of a holder."""
@@ -432,6 +444,7 @@ class FreeRun:
         number = self._numbers[to]
         self._numbers[to] += 1
         self._sent[to] = number, message
+        self._asked_at[to] = monotonic()
         foreign = to.kind == "model" and place != self._place.worker
         if foreign and not isinstance(message, Pair) and self._comes_to_nothing(place, number):
             self._note_undone(place, number)
@@ -464,7 +477,11 @@ class FreeRun:
         """Whose next part has come, after a while at most; drops those that are gone."""
         channels = [reader.channel for reader in heard.values()]
         try:
-            return [heard[self._worker_of(wait_any(channels, timeout=_TICK_SECONDS))]]
+            self._see(channels, self._looked)  # it came while this rank was busy
+            first = wait_any(channels, timeout=_TICK_SECONDS)
+            self._looked = monotonic()
+            self._see(channels, self._looked)
+            return [heard[self._worker_of(first)]]
         except Stalled:
             return []
         except PeerLost as error:
@@ -475,11 +492,19 @@ class FreeRun:
                     self._lose(heard, peer, error)
             return []
 
+    def _see(self, channels: Sequence[Channel], since: float) -> None:
+        """Note what has come: it waits for this rank."""
+        for channel in channels:
+            with suppress(PeerLost):
+                if channel.ready():
+                    self._seen.setdefault(self._worker_of(channel), since)
+
     def _worker_of(self, channel: Channel) -> int:
         return self._place.peers.index(channel.peer)
 
     def _hear(self, heard: dict[int, MessageReader], reader: MessageReader) -> None:
         peer = self._worker_of(reader.channel)
+        since = self._seen.pop(peer, None)
         try:
             found = reader.take()
         except PeerLost as error:
@@ -488,7 +513,7 @@ class FreeRun:
         with self._holding:
             match found:
                 case (Request() as request,):
-                    self._holders.take(request)
+                    self._holders.take(request, since)
                 case (Farewell(last=True),):
                     del heard[peer]
                 case (Farewell(),):
@@ -539,10 +564,12 @@ class FreeRun:
                 self._holders.take(request)
             else:
                 self._links["asking", place].post(request)
-        elif sent.to == self._place.worker:
-            self._local.put(Answer(holder, sent.value))
+            return
+        answer = Answer(holder, sent.value, self._holders.spent(holder, sent.to))
+        if sent.to == self._place.worker:
+            self._local.put(answer)
         else:
-            self._links["asked", sent.to].post(Answer(holder, sent.value))
+            self._links["asked", sent.to].post(answer)
 
     def _raise(self) -> None:
         if self._error is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
 from headway.errors import RunError
@@ -17,6 +18,7 @@ from headway.run.synchrony.agreement_recorder import AgreementRecorder
 from headway.synchrony.actors import Address, Holder, Outgoing, Sender
 from headway.synchrony.history import Died, Entry, Handled, History, Undone
 from headway.synchrony.merging import Centre, Gossip, Model, Pair, Pull
+from headway.synchrony.waits import HolderTime
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class LocalHolders:
         self._recorder = recorder
         self._turns: dict[Address, deque[Entry]] | None = None
         self._early: dict[tuple[Address, Sender], deque[Any]] = defaultdict(deque)
+        self._done: dict[tuple[Address, Sender], tuple[float, float]] = {}
 
     def repeat(self, recorded: History) -> None:
         """Let holders handle their messages in a recorded order."""
@@ -61,13 +64,25 @@ class LocalHolders:
         for holder in self._holders:
             self._advance(holder)
 
-    def take(self, request: Request) -> None:
-        """Let a holder handle a message: now, or in its recorded turn."""
+    def take(self, request: Request, since: float | None = None) -> None:
+        """Let a holder handle a message: now, or in its recorded turn.
+
+        Args:
+            since: When it had come, by `monotonic`; None: now.
+        """
+        self._done[request.holder, request.sender] = (since or monotonic(), 0.0)
         if self._turns is None:
             self._handle(request.holder, request.sender, request.message)
             return
         self._early[request.holder, request.sender].append(request.message)
         self._advance(request.holder)
+
+    def spent(self, holder: Address, worker: int) -> HolderTime:
+        """On the last message of a worker, which is answered now."""
+        came, done = self._done.get((holder, worker), (0.0, 0.0))
+        now = monotonic()
+        # 0: its own message is being handled.
+        return HolderTime((done or now) - came, now - (done or now))
 
     def lose(self, worker: int) -> None:
         """A worker has died; holders that live with it are gone, too."""
@@ -125,6 +140,8 @@ class LocalHolders:
             self._recorder.met(here.replica.read, message.model)
         for sent in here.handle(sender, message):
             self._send(holder, sent)
+        came, _ = self._done.get((holder, sender), (monotonic(), 0.0))
+        self._done[holder, sender] = (came, monotonic())
 
     def _lose(self, holder: Address, worker: int) -> None:
         self.history.add(holder, Died(worker))
