@@ -364,6 +364,32 @@ def free_gossip() -> Recipe:
     return free(mlp(), merge="push_sum", probability=0.5)
 
 
+@case(4)
+def group_copies() -> Recipe:
+    return free(mlp(), topology="single", copies=2)
+
+
+@case(4)
+def group_backup() -> Recipe:
+    rules = Synchrony(topology="single", backup_workers=1, copies=2)
+    return replace(mlp(), synchrony=rules, scheduler=_falling)
+
+
+@case(4)
+def group_shards() -> Recipe:
+    return replace(free(mlp(), merge="elastic", local_steps=2, copies=2), zero=3)
+
+
+@case(4)
+def group_stages() -> Recipe:
+    return replace(free(mlp(), topology="colocated"), stages=2)
+
+
+@case(4)
+def group_gossip() -> Recipe:
+    return replace(free(mlp(), merge="push_sum", probability=0.5, copies=2), zero=2)
+
+
 # ---- collective programs -----------------------------------------------------------------------
 
 

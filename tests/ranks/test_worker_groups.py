@@ -79,6 +79,13 @@ def test_a_run_of_groups_is_verified_by_its_history(way: str, inside: str) -> No
     assert max(one.step for one in found.runs[0].comparison.differences) == FREE_STEPS + 1
 
 
+@pytest.mark.parametrize(
+    ("way", "inside"), sampled([("asynchronous", "copies"), ("elastic", "parameters in parts")], 1)
+)
+def test_a_single_worker_of_two_ranks_is_verified(way: str, inside: str) -> None:
+    headway.verify(recipe(way, inside), processes=2).check()
+
+
 def normalised() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1))
 
@@ -231,6 +238,29 @@ def test_a_training_run_of_groups_is_replayed_and_goes_on_elsewhere(
         told = headway.train(longer, processes=4 if plan else 1, directory=target, resume=True)
         assert told.steps == 14
         assert abs(told.loss - first.loss) < 1.0
+
+
+class Stops:
+    """One rank asks for a stop: its worker ends after the next step, the other one at the end."""
+
+    def on_step_end(self, run: Any) -> None:
+        if run.step == 4 and run.executor.world.rank == 1:
+            run.stop()
+
+
+@pytest.mark.parametrize("inside", sampled(["copies", "parameters in parts", "stages"], 1))
+def test_a_group_that_is_stopped_saves_its_step_and_all_go_on(inside: str, tmp_path: Path) -> None:
+    """The optimiser of an elastic worker is the worker's own: it is saved, and taken up again."""
+    made = recipe("elastic", inside, callbacks=[Stops()])
+    found = headway.train(made, processes=4, directory=tmp_path / "run")
+    assert (found.steps, found.stopped_by) == (5, "another rank")
+    saved = checkpoint(tmp_path / "run", 5)
+    assert float(saved["optimizer.4.bias.step"]) == 5
+    whole = headway.train(
+        recipe("elastic", inside), processes=4, directory=tmp_path / "run", resume=True
+    )
+    assert whole.steps == 12
+    assert float(checkpoint(tmp_path / "run", 12)["optimizer.4.bias.step"]) == 12
 
 
 class SlowAtTheEnd:

@@ -486,6 +486,11 @@ def test_training_saves_and_validates_when_workers_have_met(tmp_path: Path) -> N
         ({"merge": "mean"}, WITHOUT_FLUSH, "without a flush stages are updated"),
         ({"merge": "mean"}, {"exchange": ExchangePlan(priority=True)}, "priority with workers"),
         ({"merge": "mean", "topology": "master"}, {}, "taken by an all-reduce"),
+        (
+            {"kind": "asynchronous", "copies": 2},
+            {"exchange": ExchangePlan(compress="int8")},
+            "inside a worker gradients are summed exactly",
+        ),
         ({"merge": "penalty", "kind": "soft_bounded"}, {}, "synchrony"),
     ],
 )

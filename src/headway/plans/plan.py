@@ -594,6 +594,12 @@ def _unsupported_synchrony(plan: Plan) -> Iterator[str]:
             f"({synchrony}): without a flush stages are updated at different times, and there is "
             "no moment at which a worker has one model to meet with; 1f1b has one"
         )
+    if not plan.exchange.exact:
+        yield (
+            f"exchange ({plan.exchange}) with workers that do not agree at every step "
+            f"({synchrony}): inside a worker gradients are summed exactly; what travels between "
+            "workers that meet in rounds is compressed by synchrony.compress"
+        )
     for what, found in (
         ("exchange.priority", plan.exchange.priority),
         ("exchange.values updates", plan.exchange.values == "updates"),

@@ -111,6 +111,7 @@ def has_precision_law(recipe: Recipe, plan: Plan) -> bool:
     return (
         recipe.precision != "float64"
         and alike
+        and plan.synchrony.by_all_reduce
         and plan.exchange.values == "gradients"
         and (plan.exchange.reduce != "adasum" or plan.ranks == 2)
         and not any(part.ranks for part in plan.exchange.parts)
@@ -333,9 +334,10 @@ class RecordedRun:
 
         What was recorded before an error is written as well.
         """
-        ended = True
+        ended, made = True, False
         try:
             self._make_steps()
+            made = True
             self._save_history(target)
             self._run.flush()
             self._take_crossing()
@@ -345,7 +347,7 @@ class RecordedRun:
             ended = bool(self._apart)
         finally:
             # Of workers that do not meet nothing is gathered before the end.
-            gathered = self._free is None or not ended
+            gathered = self._free is None or made
             if gathered:
                 self.write(target, ended=ended)
             if ended and gathered:
