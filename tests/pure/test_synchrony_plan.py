@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headway.errors import PlanError
-from headway.plans import Plan, Synchrony, data_parallel
+from headway.plans import Plan, Synchrony, data_parallel, explain
 from headway.plans.plan import check_executable
 
 
@@ -160,3 +160,16 @@ def test_what_nothing_carries_out_is_refused_by_name_with_the_nearest(
         name = "transfer"
     assert f'synchrony.{name} "{words[name]}"' in said
     assert all(word in said for word in told)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ({"merge": "mean"}, "keeps 1/2 of the optimiser's state (ZeRO 1)"),
+        ({"kind": "asynchronous"}, "a worker keeps 1/2 of the parameters between steps (ZeRO 1);"),
+    ],
+)
+def test_the_parts_of_a_state_are_those_of_one_worker(words: dict[str, Any], told: str) -> None:
+    plan = data_parallel(64, processes=6, zero=1, synchrony=Synchrony(copies=2, **words))
+    check_executable(plan)
+    assert told in explain(plan)

@@ -54,8 +54,13 @@ def explain_pipeline(plan: Plan) -> str:
 def explain_sharding(plan: Plan) -> str:
     """One sentence."""
     what = ["the optimiser's state", "gradients", "parameters"][: plan.memory.zero]
-    ranks = plan.data_degree * plan.mesh.degree(SPACE)
+    ranks = plan.copies * plan.mesh.degree(SPACE)
     parts = plan.mesh.degree(SHARD_AXIS) if SHARD_AXIS in plan.mesh.names else ranks
+    if not (plan.synchrony.by_all_reduce or plan.synchrony.in_rounds):
+        return (
+            f"each rank of a worker keeps 1/{parts} of the parameters between steps (ZeRO "
+            f"{plan.memory.zero}); the first one has all of them besides"
+        )
     listed = what[0] if len(what) == 1 else f"{', '.join(what[:-1])} and {what[-1]}"
     copies = ranks // parts
     more = f", in {copies} copies" if copies > 1 else ""
