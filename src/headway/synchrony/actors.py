@@ -41,7 +41,10 @@ class Replica(Protocol):
         ...
 
     def read_state(self) -> Value:
-        """The optimiser's state that can be averaged; None where it has none."""
+        """The optimiser's state: of a worker's own what can be averaged, of a holder's all of it.
+
+        None where there is none; a copy where a holder answers with it.
+        """
         ...
 
     def write_state(self, state: Value) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from headway.plans.synchrony import Synchrony
 from headway.synchrony.actors import Gradient, Holder, Outgoing, Replica, Sender, Value
+from headway.synchrony.snapshots import Look, shown
 
 # -- rules -------------------------------------------------------------------------------------
 
@@ -207,6 +208,8 @@ class Centre(Holder):
 
     def handle(self, sender: Sender, message: Any) -> Sequence[Outgoing]:
         assert isinstance(sender, int)
+        if isinstance(message, Look):
+            return shown(sender, self.replica)
         before = self.replica.read()
         self.replica.write(elastic_pull(before, message.model, message.rate))
         return [Outgoing(sender, before)]
@@ -227,6 +230,8 @@ class Model(Holder):
         assert isinstance(sender, int)
         replica = self.replica
         match message:
+            case Look():
+                return shown(sender, replica)
             case Read():
                 return [Outgoing(sender, replica.read())]
             case Update(gradient=gradient):

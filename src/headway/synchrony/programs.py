@@ -25,6 +25,7 @@ from headway.synchrony.actors import (
     Value,
     WorkerProgram,
 )
+from headway.synchrony.snapshots import Look, Snapshots
 
 
 @dataclass
@@ -47,7 +48,11 @@ class AgreementRun:
 
 
 def make_run(
-    synchrony: Synchrony, replicas: Sequence[Replica], shares: Sequence[Any] = (), seed: int = 0
+    synchrony: Synchrony,
+    replicas: Sequence[Replica],
+    shares: Sequence[Any] = (),
+    seed: int = 0,
+    snapshots: Snapshots | None = None,
 ) -> AgreementRun:
     """The programs and holders of a run.
 
@@ -57,11 +62,13 @@ def make_run(
             another process only `read` is used, once. With servers a worker's values are
             tuples, with one entry for each share.
         seed: Of whom gossip is sent to, and when.
+        snapshots: Of the worker whose program is driven here; None: nobody takes any.
     """
     workers = len(replicas)
     run = AgreementRun([])
+    snapshots = snapshots or Snapshots()
     if synchrony.central:
-        _with_servers(run, synchrony, replicas, shares)
+        _with_servers(run, synchrony, replicas, shares, snapshots)
     elif synchrony.in_rounds:
         run.add(Address("meeting"), merging.Meeting(workers), None)
         matrix = mixing.mixing_matrix(synchrony, workers) if synchrony.merge == "neighbour" else ()
@@ -73,10 +80,18 @@ def make_run(
             run.programs.append(rounds_program(synchrony, worker, workers, replica, common))
     elif synchrony.place == "master":
         run.add(Address("centre"), merging.Centre(shares[0]), 0)
-        run.programs = [_elastic_worker(synchrony, replica) for replica in replicas]
+        run.programs = [
+            _elastic_worker(synchrony, replica, _of_first(worker, snapshots))
+            for worker, replica in enumerate(replicas)
+        ]
     else:
-        _with_models(run, synchrony, replicas, seed)
+        _with_models(run, synchrony, replicas, seed, snapshots)
     return run
+
+
+def _of_first(worker: int, snapshots: Snapshots) -> Snapshots:
+    """Of servers and a centre the first worker asks for what they have."""
+    return Snapshots() if worker else snapshots
 
 
 def rounds_program(
@@ -114,7 +129,11 @@ def server_places(synchrony: Synchrony, workers: int) -> tuple[int, ...]:
 
 
 def _with_servers(
-    run: AgreementRun, synchrony: Synchrony, replicas: Sequence[Replica], shares: Sequence[Any]
+    run: AgreementRun,
+    synchrony: Synchrony,
+    replicas: Sequence[Replica],
+    shares: Sequence[Any],
+    snapshots: Snapshots,
 ) -> None:
     workers, eager = len(replicas), synchrony.remedy == "eager_push"
     places = server_places(synchrony, workers)
@@ -135,11 +154,12 @@ def _with_servers(
             for number in range(len(places))
         ]
         program = _ahead_worker if synchrony.read == "ahead" else _server_worker
-        run.programs.append(program(synchrony, replica, sources))
+        seen = _of_first(worker, snapshots)
+        run.programs.append(program(synchrony, replica, sources, seen))
 
 
 def _server_worker(
-    synchrony: Synchrony, replica: Replica, sources: Sequence[Address]
+    synchrony: Synchrony, replica: Replica, sources: Sequence[Address], snapshots: Snapshots
 ) -> WorkerProgram:
     """Pull, compute, push; Downpour pulls and pushes every so many steps (Dean et al. 2012)."""
     sinks = [Address("server", number) for number in range(len(sources))]
@@ -156,6 +176,8 @@ def _server_worker(
             if synchrony.kind == "synchronous":
                 # Where the others have closed steps without this worker, it goes on with them.
                 step = pushes = max(step, *(answer.clock for answer in answers))
+        # Behind the pull: synchronous servers have closed the step before then.
+        yield from _look(snapshots, step, sinks, cause)
         gradient: Gradient | None = yield Compute(step)
         if gradient is not None:
             unsent.append(gradient)
@@ -177,7 +199,7 @@ def _server_worker(
 
 
 def _ahead_worker(
-    synchrony: Synchrony, replica: Replica, servers_of: Sequence[Address]
+    synchrony: Synchrony, replica: Replica, servers_of: Sequence[Address], snapshots: Snapshots
 ) -> WorkerProgram:
     """Parameters are on their way while the gradient before is computed (the threads of Dean et al.
     2012, algorithm 7.1): a worker does not see its own last push, and waits for no message."""
@@ -187,6 +209,8 @@ def _ahead_worker(
     while True:
         answers = yield Await(tickets, cause)
         replica.write(tuple(answer.value for answer in answers))
+        # Now no pull is under way, whose answer would be taken for the other's.
+        yield from _look(snapshots, pushes, servers_of, cause)
         tickets = yield from _post(servers_of, [servers.Pull(pushes + 1)] * len(servers_of))
         gradient: Gradient | None = yield Compute(pushes)
         if gradient is None:
@@ -219,6 +243,15 @@ def _ask(
     for holder, message in zip(holders, messages, strict=True):
         tickets.append((yield Post(holder, message, wants)))
     return (yield Await(tuple(tickets), cause)) if wants else None
+
+
+def _look(
+    snapshots: Snapshots, step: int, holders: Sequence[Address], cause: str
+) -> Generator[Any, Any, None]:
+    """Ask holders for all that they have, where a checkpoint is due before a step."""
+    if snapshots.due(step):
+        seen = yield from _ask(holders, [Look()] * len(holders), cause)
+        snapshots.take(step, seen)
 
 
 def _sum(parts: Sequence[Gradient]) -> Gradient:
@@ -338,10 +371,11 @@ def _neighbour_worker(
 # -- elastic -----------------------------------------------------------------------------------
 
 
-def _elastic_worker(synchrony: Synchrony, replica: Replica) -> WorkerProgram:
+def _elastic_worker(synchrony: Synchrony, replica: Replica, snapshots: Snapshots) -> WorkerProgram:
     """EASGD: the step uses the gradient at the model before it met the centre (Langer, fig. 10)."""
     step = 0
     while True:
+        yield from _look(snapshots, step, [Address("centre")], "server")
         before = replica.read()
         meets = (step + 1) % synchrony.local_steps == 0
         if meets:
@@ -391,7 +425,11 @@ def _elastic_rounds(
 
 
 def _with_models(
-    run: AgreementRun, synchrony: Synchrony, replicas: Sequence[Replica], seed: int
+    run: AgreementRun,
+    synchrony: Synchrony,
+    replicas: Sequence[Replica],
+    seed: int,
+    snapshots: Snapshots,
 ) -> None:
     workers = len(replicas)
     weight = 1 / workers if synchrony.merge == "push_sum" else 1.0
@@ -400,12 +438,12 @@ def _with_models(
         match synchrony.merge:
             case "pairwise":
                 others = mixing.partners(synchrony.place, worker, workers)
-                program = _pairwise_worker(worker, others, seed)
+                program = _pairwise_worker(worker, others, seed, snapshots)
             case "push_sum":
                 others = mixing.receives_from(synchrony.place, worker, workers)
-                program = _gossip_worker(synchrony, worker, others, seed)
+                program = _gossip_worker(synchrony, worker, others, seed, snapshots)
             case _:
-                program = _tree_worker(synchrony, worker, workers)
+                program = _tree_worker(synchrony, worker, workers, snapshots)
         run.programs.append(program)
 
 
@@ -419,11 +457,14 @@ def _draws(seed: int, worker: int) -> random.Random:
     return random.Random(f"whom worker {worker} meets, seed {seed}")
 
 
-def _pairwise_worker(worker: int, others: Sequence[int], seed: int) -> WorkerProgram:
+def _pairwise_worker(
+    worker: int, others: Sequence[int], seed: int, snapshots: Snapshots
+) -> WorkerProgram:
     """AD-PSGD (Lian et al. 2018, algorithm 1); without partners, only answer."""
     draws = _draws(seed, worker)
     step = 0
     while True:
+        yield from _look(snapshots, step, [Address("model", worker)], "own model")
         value = yield from _own(worker, merging.Read())
         ticket = None
         if others:
@@ -440,12 +481,13 @@ def _pairwise_worker(worker: int, others: Sequence[int], seed: int) -> WorkerPro
 
 
 def _gossip_worker(
-    synchrony: Synchrony, worker: int, others: Sequence[int], seed: int
+    synchrony: Synchrony, worker: int, others: Sequence[int], seed: int, snapshots: Snapshots
 ) -> WorkerProgram:
     """GoSGD: now and then half of one's weight goes to somebody (Blot et al. 2016, alg. 3)."""
     draws = _draws(seed, worker)
     step = 0
     while True:
+        yield from _look(snapshots, step, [Address("model", worker)], "own model")
         value = yield from _own(worker, merging.Read())
         gradient: Gradient | None = yield Compute(step, value)
         if gradient is None:
@@ -458,7 +500,9 @@ def _gossip_worker(
         step += 1
 
 
-def _tree_worker(synchrony: Synchrony, worker: int, workers: int) -> WorkerProgram:
+def _tree_worker(
+    synchrony: Synchrony, worker: int, workers: int, snapshots: Snapshots
+) -> WorkerProgram:
     """Tree EASGD: models go up and down at periods of their own (Langer et al. 2020, fig. 16)."""
     parent = mixing.tree_parent(worker)
     near: list[tuple[int, tuple[int, ...]]] = [
@@ -467,6 +511,7 @@ def _tree_worker(synchrony: Synchrony, worker: int, workers: int) -> WorkerProgr
     ]
     step = 0
     while True:
+        yield from _look(snapshots, step, [Address("model", worker)], "own model")
         value = yield from _own(worker, merging.Read())
         gradient: Gradient | None = yield Compute(step, value)
         if gradient is None:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from headway.plans.synchrony import Synchrony
 from headway.synchrony.actors import Address, Gradient, Holder, Outgoing, Replica, Sender, Value
+from headway.synchrony.snapshots import Look, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,8 @@ class RoundServer(Holder):
     def handle(self, sender: Sender, message: Any) -> Sequence[Outgoing]:
         assert isinstance(sender, int)
         match message:
+            case Look():
+                return shown(sender, self.replica)
             case Pull():
                 self._waiting.append((sender, message))
             case Push(clock=clock, gradient=gradient):
@@ -244,6 +247,8 @@ class StreamServer(Holder):
         assert isinstance(sender, int)
         slowest = self._slowest
         match message:
+            case Look():
+                return shown(sender, self.replica)
             case Pull():
                 self._waiting.append((sender, message))
             case Push():
@@ -335,6 +340,8 @@ class ValueBoundServer(Holder):
 
     def handle(self, sender: Sender, message: Any) -> Sequence[Outgoing]:
         assert isinstance(sender, int)
+        if isinstance(message, Look):
+            return shown(sender, self.replica)
         if isinstance(message, Pull):
             value = self._in_use[sender] = self.replica.read()
             return [Outgoing(sender, Parameters(value, self.version, message.clock))]

@@ -6,6 +6,9 @@
 Of workers that meet in rounds there may be several models and optimisers. What all have alike has
 its name; "worker 2.model.NAME" is what a worker has for itself. Under the plain names a plan with
 other workers, or none, finds the mean of the models, and the rest of worker 0.
+
+Of workers that do not meet a checkpoint holds one model: before the end what the leading worker has
+seen of the servers or the centre, else its own.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from headway.checkpoint.store import CheckpointStore
 from headway.plans import Plan
 from headway.run.strategy.strategy import Strategy
 from headway.run.strategy.training_state import Facts, TrainingState
+from headway.run.synchrony.free_run import FreeRun
 from headway.run.synchrony.rounds import START, RoundsRun
 
 if TYPE_CHECKING:
@@ -91,11 +95,31 @@ def checkpoint_contents(
     if isinstance(strategy.rounds, RoundsRun):
         tensors = _by_worker(tensors, trained, strategy, strategy.rounds)
         facts["workers"] = {**_signature(strategy), "met": strategy.rounds.met}
+    if isinstance(strategy.rounds, FreeRun):
+        tensors, facts = _as_seen(strategy.rounds, tensors, facts)
     tensors |= strategy.exchange_state()
     if inventory is None:
         return tensors, facts, None
     holdings, facts = inventory.agree(tensors, facts)
     return tensors, facts, holdings
+
+
+def _as_seen(
+    run: FreeRun, tensors: dict[str, Tensor], facts: Facts
+) -> tuple[dict[str, Tensor], Facts]:
+    """With the parameters, and the optimiser's state, that are held where the workers push to."""
+    parameters, state = run.snapshot()
+    tensors |= {f"model.{name}": value for name, value in parameters.items()}
+    if state is None:
+        return tensors, facts
+    found = {n: tensor for n, tensor in tensors.items() if not n.startswith("optimizer.")}
+    scalars: dict[str, dict[str, Any]] = {}
+    for name, key, value in state:
+        if isinstance(value, Tensor):
+            found[f"optimizer.{name}.{key}"] = value
+        else:
+            scalars.setdefault(name, {})[key] = value
+    return found, {**facts, "optimizer": {**facts["optimizer"], "scalars": scalars}}
 
 
 def _signature(strategy: Strategy) -> Facts:

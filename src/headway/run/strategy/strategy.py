@@ -454,8 +454,9 @@ class Strategy:
 
     @property
     def can_save(self) -> bool:
-        """Whether a checkpoint can be made now: not of workers that do not meet, before the end."""
-        return self.rounds is None or self.rounds.met or isinstance(self.rounds, RoundsRun)
+        """Whether a checkpoint can be made now: of workers that do not meet, not at every step."""
+        rounds = self.rounds
+        return rounds is None or isinstance(rounds, RoundsRun) or rounds.can_save
 
     def mean_model(self) -> dict[str, Tensor]:
         """The mean of the models of workers that meet in rounds, by logical name; collective."""

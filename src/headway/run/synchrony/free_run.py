@@ -48,6 +48,7 @@ from headway.run.synchrony.replica import (
     ModelReplica,
     SharedReplica,
     ShareReplica,
+    StateRows,
     balanced_shares,
     gradient_of,
 )
@@ -57,6 +58,7 @@ from headway.synchrony.driving import WorkerSeat
 from headway.synchrony.history import History, Undone
 from headway.synchrony.merging import Gossip, Model, Pair, mixed
 from headway.synchrony.programs import AgreementRun, make_run, server_places
+from headway.synchrony.snapshots import Snapshots
 from headway.synchrony.waits import NO_TIME, HolderTime, split_wait
 
 if TYPE_CHECKING:
@@ -107,7 +109,7 @@ class Last:
     holder: Address
     value: Bundle
     weight: float = 1.0
-    state: tuple[tuple[str, str, Any], ...] = ()
+    state: StateRows = ()
 
 
 class _LifeOver(Exception):
@@ -118,7 +120,12 @@ class _Parts:
     """What a run is made of on this rank: its worker's program, its holders, its gradients."""
 
     def __init__(
-        self, plan: Plan, worker: int, named: Mapping[str, nn.Parameter], optimizer: Optimizer
+        self,
+        plan: Plan,
+        worker: int,
+        named: Mapping[str, nn.Parameter],
+        optimizer: Optimizer,
+        snapshots: Snapshots,
     ) -> None:
         rules = self.rules = plan.synchrony
         self.named, self.optimizer = named, optimizer
@@ -141,7 +148,7 @@ class _Parts:
         self.replica = own
         # Holders of other ranks, and programs of other workers, are made and never used.
         replicas = [own] * plan.workers
-        self.run: AgreementRun = make_run(rules, replicas, self.shares, seed=0)
+        self.run: AgreementRun = make_run(rules, replicas, self.shares, seed=0, snapshots=snapshots)
         self.program = self.run.programs[worker]
         self.holders = {a: h for a, h in self.run.holders.items() if self.run.places[a] == worker}
 
@@ -166,6 +173,7 @@ class FreeRun:
         met: Whether all workers have the same model now.
         over: This worker has died here, in the run that is repeated: it makes no more steps.
         gone: The workers that have died, as far as this rank knows.
+        snapshots: When this rank's worker asks for what a checkpoint has to hold.
     """
 
     def __init__(
@@ -181,7 +189,9 @@ class FreeRun:
         self.over = False
         self.gone: set[int] = set()
         self._plan, self._place, self._world = plan, place, world
-        self._parts = _Parts(plan, place.worker, named, optimizer)
+        # One worker alone has met the others, and may save, after every step.
+        self.snapshots = Snapshots(every=int(plan.workers == 1))
+        self._parts = _Parts(plan, place.worker, named, optimizer, self.snapshots)
         self._replayed: History | None = None
         self._undone: set[tuple[int, int]] = set()
         self._recorder = AgreementRecorder()
@@ -228,7 +238,7 @@ class FreeRun:
     @property
     def wanted_step(self) -> int | None:
         """The step, from 0, whose gradients the program waits for; None: it has ended."""
-        return None if self._wanted is None else self._wanted.step
+        return None if self._wanted is None else self.snapshots.first + self._wanted.step
 
     @property
     def history(self) -> History:
@@ -263,6 +273,7 @@ class FreeRun:
         if self._seat is not None:
             return
         self._steps = steps_done
+        self.snapshots.begin(steps_done)
         self._connect()
         self._seat = WorkerSeat(self._place.worker, self._parts.program, self._post)
         if self._replayed is not None:
@@ -282,7 +293,7 @@ class FreeRun:
 
     def is_closed(self, step: int) -> bool:
         """Whether the others have made a step, from 0, without this worker (backup workers)."""
-        return self._wanted is not None and step < self._wanted.step
+        return self.wanted_step is not None and step < self.wanted_step
 
     def pass_over(self) -> None:
         """Leave a step out that is closed."""
@@ -323,6 +334,7 @@ class FreeRun:
             self._wait_for_all()
         self._close_channels(patient=True)
         self.met = True
+        self.snapshots.seen = ()
 
     def _wait_for_all(self) -> None:
         if not self._world.alone:
@@ -343,6 +355,28 @@ class FreeRun:
         """Nobody waits for the others' wishes: a worker stops by its own."""
         return int(wishes)
 
+    @property
+    def can_save(self) -> bool:
+        """Whether a checkpoint of this step can be made: the run has ended, or has been seen."""
+        seen = self.snapshots.seen and self.snapshots.step == self._steps
+        return bool(seen) or (self._finished and self.met)
+
+    def snapshot(self) -> tuple[dict[str, Tensor], StateRows | None]:
+        """Parameters, by logical name, and state of the optimiser; none where the model has them.
+
+        Of servers as they were when this worker asked, of an elastic run the centre, with this
+        worker's optimiser; else this worker's own model.
+        """
+        parts, found = self._parts, dict[str, Tensor]()
+        rows: StateRows | None = None
+        shares = parts.by_share or [list(parts.named)]
+        for names, seen in zip(shares, self.snapshots.seen, strict=False):
+            values = seen.value.parts([parts.named[name].data for name in names])
+            found |= zip(names, values, strict=True)
+            rows = seen.state if seen.state is None else (*(rows or ()), *seen.state)
+        self.snapshots.seen = ()
+        return found, rows
+
     def state(self) -> Mapping[str, Tensor]:
         return {}
 
@@ -350,7 +384,7 @@ class FreeRun:
         """Holders begin with the model and the optimiser's state that have been restored."""
         rank = self._place.worker
         named, optimizer = self._parts.named, self._parts.optimizer
-        self._parts = _Parts(self._plan, rank, named, optimizer)
+        self._parts = _Parts(self._plan, rank, named, optimizer, self.snapshots)
         self._holders = self._new_holders(self._holders.history)
 
     # -- the worker ----------------------------------------------------------------------------
@@ -663,9 +697,8 @@ class FreeRun:
     def _last(self, address: Address) -> Last:
         holder: Any = self._parts.holders[address]
         weight = holder.weight if isinstance(holder, Model) else 1.0
-        state = holder.replica.optimizer_state() if self._parts.rules.central else {}
-        rows = [(n, key, value) for n, of in state.items() for key, value in of.items()]
-        return Last(address, holder.replica.read(), weight, tuple(rows))
+        state = holder.replica.read_state() if self._parts.rules.central else ()
+        return Last(address, holder.replica.read(), weight, state or ())
 
     def _rest(self, peer: int) -> list[Last]:
         """All that another rank still says, and what its holders end with."""

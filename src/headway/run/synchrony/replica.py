@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from headway.comm.exchange.priority_exchange import empty_copy
 from headway.errors import RunError
 from headway.parallel.fsdp import part_as_dtensor
 from headway.run.synchrony.bundle import Bundle
+
+StateRows: TypeAlias = tuple[tuple[str, str, Any], ...]
+"""State of an optimiser: logical name of the parameter, key, value."""
 
 
 class ModelReplica:
@@ -171,8 +174,14 @@ class SharedReplica:
         state = self._optimizer.state
         return {name: dict(state[p]) for name, p in self._copies.items() if p in state}
 
-    def read_state(self) -> None:
-        return None
+    def read_state(self) -> StateRows | None:
+        """All of it, copied; None without an optimiser."""
+        if self._optimizer is None:
+            return None
+        rows = (
+            (n, key, value) for n, of in self.optimizer_state().items() for key, value in of.items()
+        )
+        return tuple((name, key, copy.deepcopy(value)) for name, key, value in rows)
 
     def write_state(self, state: object) -> None:
         raise RunError("state of a server's optimiser is not averaged")

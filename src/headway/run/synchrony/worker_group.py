@@ -250,6 +250,11 @@ class GroupRun:
         """All ranks of a worker know its wish; the other workers do not wait for it."""
         return int(wishes)
 
+    @property
+    def can_save(self) -> bool:
+        """Whether a checkpoint can be made now: at the end."""
+        return self._finished
+
     def state(self) -> Mapping[str, Tensor]:
         return {}
 

@@ -217,6 +217,8 @@ class Training:
             if isinstance(rounds, GroupRun):
                 rank, ranks = dist.get_rank(rounds.saving), dist.get_world_size(rounds.saving)
                 group = rounds.saving
+            else:
+                rounds.snapshots.every = rounds.snapshots.every or recipe.checkpoint_every
             if rounds.first:
                 rounds.history.append_to(self._history)
         self._store = CheckpointStore(
@@ -500,9 +502,11 @@ class Training:
         # With priority the last update may still be on its way.
         self.executor.flush()
         self._world.doing("the checkpoint of step %d", step)
+        free = self._free
         # Running statistics differ between ranks; a checkpoint holds one set, with which all go on.
-        self.executor.strategy.share_buffers()
-        if self._free is not None and not self._free.saves:
+        if free is None or free.met:
+            self.executor.strategy.share_buffers()
+        if free is not None and not self._saves(free, step):
             self._saved = step
             return
         start = time()
@@ -520,6 +524,14 @@ class Training:
         )
         self._saved = step
         self._callbacks.call("on_checkpoint", self._view)
+
+    def _saves(self, free: UnmetRun, step: int) -> bool:
+        """Whether this rank saves, of workers that do not meet."""
+        if not free.saves or free.met:
+            return free.saves
+        self._journal.lead()
+        # Who led before may have been ahead.
+        return self._world.rank == 0 or step > max(self._store.steps(), default=-1)
 
     def _validate(self) -> None:
         recipe, run = self._recipe, self.executor
