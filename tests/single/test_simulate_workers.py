@@ -8,7 +8,12 @@ import pytest
 
 import headway
 from headway.cli.main import main
-from headway.plans import Synchrony, pipelined
+from headway.collective.compression import parse_compression
+from headway.collective.model.bucket_cost import bucket_traffic
+from headway.collective.nodes import Nodes
+from headway.comm.tuning.autotuning import initial_arrangement
+from headway.plans import ExchangePlan, Synchrony, pipelined
+from support.recipes import stack
 
 WORDS = ("--recipe", "support.recipes:stack", "--cluster", "p3.16xlarge")
 SSP = {"kind": "bounded", "delay_bound": 4}
@@ -148,6 +153,64 @@ def test_a_bounded_run_waits_for_a_dead_worker_no_more(figures):
     assert min(one["steps"] for one in after["workers"][:3]) >= 39
 
 
+@pytest.mark.parametrize("compress", ["int8", "topk:0.01", "powersgd:4", "fp16"])
+def test_compressed_meetings_send_what_the_buckets_of_a_run_send(figures, compress):
+    """By the arithmetic that counts the bytes of a live exchange, bucket by bucket."""
+    words = {"merge": "mean", "local_steps": 8, "state": "keep"}
+    (whole,) = figures(words)
+    (small,) = figures({**words, "compress": compress})
+    named = dict(stack().model().named_parameters())
+    sent = [
+        bucket_traffic(
+            [named[name].shape for name in names],
+            Nodes.one(4),
+            compression=parse_compression(compress),
+        ).by_rank(0)
+        for names in initial_arrangement(named, ExchangePlan(compress=compress)).layout
+    ]
+    assert small["met"] == pytest.approx(5 * sum(sent), rel=1e-3)
+    assert small["met"] < 0.6 * whole["met"]
+    assert small["seconds"] < whole["seconds"]
+    assert small["assumes"] == ["compressing takes no time"]
+
+
+@pytest.mark.parametrize("place", ["single", "colocated"])
+def test_a_bound_by_value_lies_between_no_wait_and_lockstep(figures, place):
+    words = {"kind": "bounded", "value_bound": 1.0, "topology": place}
+    before, after = figures(words, *SLOW)
+    assert before["assumes"] == ["no update comes to the bound by value"]
+    assert after["least"] < 0.55 * after["rate"]  # all go at the pace of the slow one
+    (lockstep,) = figures({"topology": place})
+    assert before["least"] < 1.1 * lockstep["rate"]
+
+
+CUT = ("--nodes", "2", "--fault", "cut link a-b at step 11")
+
+
+def test_a_cut_link_ends_the_run_as_live(figures, run):
+    """Who has a server on the other side waits for it, who has not goes on, or to the bound; nobody
+    meets all any more."""
+    single = {**FREE, "topology": "single"}
+    before, after = figures(single, *CUT, processes=16)
+    steps = [one["steps"] for one in after["workers"]]
+    assert min(steps[:8]) >= 40 > 20 > max(steps[8:])
+    lost = after["workers"][8]["waits"]["link"]
+    assert lost > 0.5 * after["seconds"]
+    assert "waits for server 0 in vain: after --timeout (300 s" in after["ends"]
+    assert not before["ends"]
+    _, bounded = figures({**SSP, "topology": "single"}, *CUT, processes=16)
+    assert bounded["workers"][1]["waits"]["bound"] > 0.3 * bounded["seconds"]
+    assert "bound" not in bounded["workers"][9]["waits"]
+    _, met = figures(WAYS["local"], *CUT, processes=16)
+    assert [one["steps"] for one in met["workers"]] == [16] * 16  # of 8: the next meeting
+    assert "worker 0 waits for the others in vain: after --patience (5 s" in met["ends"]
+    _, alone = figures(single, *CUT, processes=8)
+    assert not alone["ends"]  # nothing crosses
+    code, out, _ = run(single, *CUT, processes=16)
+    assert code == 0
+    assert "in vain" in out
+
+
 def test_the_table(run):
     code, out, _ = run(SSP, *SLOW)
     assert code == 0
@@ -160,14 +223,13 @@ def test_the_table(run):
 @pytest.mark.parametrize(
     ("fields", "words", "said"),
     [
-        ({"kind": "bounded", "value_bound": 1.0}, (), "which updates wait"),
         ({"merge": "mean"}, ("--fault", "kill rank 1 at step 3"), "wait for all others"),
         (FREE, ("--fault", "kill rank 1 at step 3"), "a server or the centre lives there"),
-        (FREE, ("--nodes", "2", "--fault", "cut link a-b at step 3"), "never arrives"),
         (FREE, ("--svg", "x.svg", "--timeline", "x.json"), "--svg, --timeline"),
         (FREE, ("--share-links",), "--share-links: the workers"),
         ({}, ("--steps", "7"), "--steps: all ranks agree"),
         (FREE, ("--fault", "rank 7 slow 2x"), "there is no rank 7"),
+        (FREE, (*CUT, "--fault", "cut link a-b at step 3"), "several links are cut"),
     ],
 )
 def test_what_cannot_be_played_is_refused(run, fields, words, said):

@@ -156,8 +156,8 @@ def simulate(
         change: Other hardware: "link node-node 100 Gbit/s", "link LEVEL 2x", "latency LEVEL 10 us",
             "device peak 2x", "memory 2x"; several are made together.
         fault: "rank 3 slow 2x", "link a-b 10x slower"; in a run of workers also "rank 3 slow 2x
-            from step 20 to step 40", and "kill rank 3 at step 7" where the others go on; several
-            happen together.
+            from step 20 to step 40", "cut link a-b at step 5", and "kill rank 3 at step 7" where
+            the others go on; several happen together.
         share_links: Let all that a rank sends over one level of links share them evenly.
         steps: Of a run of workers, by default 100: that each worker makes where all meet; else as
             long is played as the undisturbed workers take for so many.

@@ -8,14 +8,15 @@ which all meet those of an all-reduce.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import permutations
 
 from headway.api.plan_request import device_types_of_ranks
 from headway.cluster import Cluster
 from headway.cluster.faults import CutLink, Fault, KillRank, SlowLink, SlowRank
-from headway.errors import PlanError, UsageError
+from headway.errors import TIMEOUT_SECONDS, PlanError, UsageError
 from headway.planner.export.to_simulation import step_of_plan
 from headway.planner.export.worker_machines import bytes_of_meeting, worker_machines
 from headway.planner.search.branch_and_bound import PlanSearch
@@ -23,9 +24,12 @@ from headway.planner.search.request import PlanRequest
 from headway.plans import Plan, Synchrony
 from headway.plans.mesh import Mesh
 from headway.plans.synchrony import WORKER_AXIS
+from headway.run.distributed.launch_env import HEARTBEAT_TIMEOUT_SECONDS
 from headway.simulator.ranks import SlowPath, StepFaults
 from headway.simulator.simulation import simulate_training_step
 from headway.simulator.synchrony import (
+    Cut,
+    DriftingReplica,
     SimulatedRun,
     StillReplica,
     VirtualMachines,
@@ -34,6 +38,7 @@ from headway.simulator.synchrony import (
 from headway.simulator.what_if import change_device_types, parse_rank_faults
 from headway.synchrony.actors import Address, Gradient
 from headway.synchrony.programs import make_run, server_places
+from headway.units import format_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +71,10 @@ class WorkerScenario:
         rate: Samples per second of all workers.
         links: Bytes that went from one worker to another, by (from, to).
         met: Bytes that each worker sent in the exchanges in which all meet.
+        ends: How a cut link ends the run; "": it does not.
+        least: With a bound by value, samples per second where every update comes to the bound;
+            `rate` is where none does. Which it is follows from the numbers.
+        assumes: What is not known here.
     """
 
     name: str
@@ -74,6 +83,9 @@ class WorkerScenario:
     workers: tuple[WorkerFigures, ...]
     links: Mapping[tuple[int, int], float]
     met: float
+    ends: str = ""
+    least: float | None = None
+    assumes: tuple[str, ...] = ()
 
 
 def worker_scenarios(
@@ -100,7 +112,12 @@ def worker_scenarios(
     if steps < 1:
         raise UsageError(f"--steps {steps}: at least 1")
     _check_simulable(plan)
-    faults = [_possible(one, plan) for one in parse_rank_faults(fault, plan.ranks, cluster)]
+    parsed = parse_rank_faults(fault, plan.ranks, cluster)
+    faults = [_possible(one, plan, cluster) for one in parsed]
+    if sum(isinstance(one, CutLink) for one in faults) > 1:
+        raise UsageError(
+            "several links are cut: the first cut ends the run", where="--fault", fix="Keep one."
+        )
     changed = question.with_machines(change_device_types(question.machines, cluster, change))
     undisturbed = _Workers(plan, question, cluster, ())
     alone = undisturbed.played(steps, None).seconds
@@ -112,22 +129,11 @@ def worker_scenarios(
 
 
 def _check_simulable(plan: Plan) -> None:
-    rules, problems = plan.synchrony, [*plan.synchrony.carried_out_by_nothing()]
-    if rules.value_bound is not None:
-        problems.append(
-            f"synchrony.value_bound is {rules.value_bound:g}: which updates wait follows from the "
-            "numbers, which are not computed here; delay_bound is the nearest that is simulated"
-        )
-    if rules.compress != "none":
-        problems.append(
-            f'synchrony.compress "{rules.compress}": the bytes that are left are not known; '
-            'leave it out ("none") for an upper bound'
-        )
-    if problems:
+    if problems := [*plan.synchrony.carried_out_by_nothing()]:
         raise PlanError("the workers of this plan cannot be simulated", problems=problems)
 
 
-def _possible(fault: Fault, plan: Plan) -> Fault:
+def _possible(fault: Fault, plan: Plan, cluster: Cluster) -> Fault:
     """A fault, if the simulation can play it.
 
     Raises:
@@ -135,7 +141,10 @@ def _possible(fault: Fault, plan: Plan) -> Fault:
     """
     why = fix = ""
     if isinstance(fault, CutLink):
-        why, fix = "a message over this link never arrives", 'Write "link a-b 10x slower".'
+        ends = [{*cluster.ranks_of(name)} for name in fault.ends]
+        if any(all(end & {*members} for end in ends) for members in _members_of_all(plan)):
+            why = "a worker has ranks on both ends: its own step never ends"
+            fix = "Let the ranks of a worker stand on one node."
     elif isinstance(fault, SlowLink) and (fault.first > 1 or fault.until is not None):
         why = "workers are at different steps at the same time: a link is slow in the whole run"
         fix = "Leave the steps out."
@@ -152,6 +161,12 @@ def _possible(fault: Fault, plan: Plan) -> Fault:
     if why:
         raise UsageError(f"{str(fault)!r}: {why}", where="--fault", fix=fix)
     return fault
+
+
+def _members_of_all(plan: Plan) -> list[frozenset[int]]:
+    """The ranks of each worker."""
+    each = plan.ranks // plan.workers
+    return [frozenset(plan.worker_ranks(worker * each)) for worker in range(plan.workers)]
 
 
 class _Workers:
@@ -186,6 +201,8 @@ class _Workers:
 
         run = self.played(steps, None if self._meets else seconds, count)
         whole = run.seconds if self._meets else seconds
+        for worker, (since, _, cause) in run.stuck.items():
+            run.waits[worker][cause] += max(0.0, whole - since)
         rates = [own * n / whole for own, n in zip(made, self.samples, strict=True)]
         return WorkerScenario(
             name=name,
@@ -206,6 +223,37 @@ class _Workers:
                 ends: models * self._model for ends, models in sorted(run.traffic.items()) if models
             },
             met=self._met(run),
+            ends=self._end(run),
+            least=self._least(steps) if self._rules.value_bound is not None else None,
+            assumes=tuple(self._assumptions()),
+        )
+
+    def _assumptions(self) -> Iterator[str]:
+        if self._rules.value_bound is not None:
+            yield "no update comes to the bound by value"
+        if self._rules.compress != "none":
+            yield "compressing takes no time"
+
+    def _least(self, steps: int) -> float:
+        """Samples per second where every update comes to the bound by value."""
+        assert self._rules.value_bound is not None
+        drift = 2 * self._rules.value_bound * self._plan.workers
+        return steps * sum(self.samples) / self.played(steps, None, drift=drift).seconds
+
+    def _end(self, run: SimulatedRun) -> str:
+        """What the live run does about a cut link."""
+        if not run.stuck:
+            return ""
+        worker, (since, holder, _) = min(run.stuck.items(), key=lambda item: item[1][0])
+        if self._rules.survives:
+            # Such workers watch their messages, and nobody their heartbeat.
+            what, limit = "--timeout", TIMEOUT_SECONDS
+        else:
+            what, limit = "--patience", HEARTBEAT_TIMEOUT_SECONDS
+        whom = "the others" if holder.kind == "meeting" else f"{holder}"
+        return (
+            f"from {format_seconds(since)} on worker {worker} waits for {whom} in vain: after "
+            f"{what} ({limit:g} s, unless another is given) the run ends with an error"
         )
 
     def played(
@@ -213,20 +261,26 @@ class _Workers:
         steps: int,
         seconds: float | None,
         on_step: Callable[[float, int, int], None] | None = None,
+        drift: float = 0.0,
     ) -> SimulatedRun:
-        """A run of so many steps of each worker, or so many seconds."""
+        """A run of so many steps of each worker, or so many seconds.
+
+        Args:
+            drift: By how much a push moves the parameters of a bound by value.
+        """
         workers = self._plan.workers
+        replica = StillReplica if self._rules.value_bound is None else DriftingReplica
         run = make_run(
             self._rules,
             [StillReplica(len(self._places)) for _ in range(workers)],
-            [StillReplica() for _ in self._places or (0,)],
+            [replica() for _ in self._places or (0,)],
         )
         return simulate_run(
             run,
             self._machines,
             steps=steps if seconds is None else None,
             seconds=seconds,
-            gradient=lambda *_: Gradient((0.0,) * len(self._places) if self._places else 0.0),
+            gradient=lambda *_: Gradient((drift,) * len(self._places) if self._places else drift),
             on_step=on_step,
         )
 
@@ -242,10 +296,11 @@ class _Workers:
 
     def _met(self, run: SimulatedRun) -> float:
         """Bytes that a worker has sent where all meet, by a ring."""
-        workers = self._plan.workers
+        workers, work = self._plan.workers, self._question.work
         meetings = sum(1 for _ in run.history.senders(Address("meeting"))) / workers
-        sent = bytes_of_meeting(self._plan, self._model, self._question.work.optimiser.state)
-        return meetings * 2 * (workers - 1) / workers * sent
+        return meetings * bytes_of_meeting(
+            self._plan, self._model, work.optimiser.state, self._shapes
+        )
 
     # -- seconds -------------------------------------------------------------------------------
 
@@ -255,6 +310,28 @@ class _Workers:
         return {
             one.rank // self._each: one.step - 1 for one in sorted(kills, key=lambda k: -k.step)
         }
+
+    @property
+    def _shapes(self) -> list[tuple[int, ...]]:
+        return [spec.shape for spec in self._question.work.graph.parameters.values()]
+
+    @cached_property
+    def _cut(self) -> Cut | None:
+        one = next((fault for fault in self._faults if isinstance(fault, CutLink)), None)
+        if one is None:
+            return None
+        here, there = (self._ranks_of(name) for name in one.ends)
+        members = _members_of_all(self._plan)
+        between = {
+            pair
+            for a, b in permutations(range(len(members)), 2)
+            if members[a] & here and members[b] & there
+            for pair in ((a, b), (b, a))
+        }
+        if not between:
+            return None
+        # The first rank of the first end pulls the cable, before its step.
+        return Cut(worker=min(here) // self._each, step=one.step - 1, between=frozenset(between))
 
     @cached_property
     def _paths(self) -> tuple[SlowPath, ...]:
@@ -281,8 +358,10 @@ class _Workers:
             self._step,
             model=self._model,
             state=self._question.work.optimiser.state,
+            shapes=self._shapes,
             paths=self._paths,
             deaths=self._deaths,
+            cut=self._cut,
         )
 
     def _step(self, worker: int, step: int) -> tuple[float, float]:

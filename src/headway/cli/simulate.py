@@ -185,6 +185,11 @@ def worker_lines(
             f"{scenario.name}: {scenario.rate:.4g} samples/s{more} in "
             f"{format_seconds(scenario.seconds)}"
         )
+        yield from (f"assumed: {text}" for text in scenario.assumes)
+        if scenario.least is not None:
+            yield f"where every update comes to the bound: {scenario.least:.4g} samples/s"
+        if scenario.ends:
+            yield scenario.ends
         yield ""
         yield from table_lines(list(_worker_rows(scenario)), align=">")
         yield ""
@@ -274,7 +279,8 @@ def simulate(
             "device peak 2x", "memory 2x", for one type of devices "device TYPE peak 2x"; may be
             repeated.
         fault: "rank 3 slow 2x", "link a-b 10x slower"; in a run of workers also "rank 3 slow 2x
-            from step 20 to step 40" and "kill rank 3 at step 7"; may be repeated.
+            from step 20 to step 40", "cut link a-b at step 5", "kill rank 3 at step 7"; may be
+            repeated.
         share_links: Let messages and collectives of a rank share the bandwidth of each level of
             links: those in flight at the same time slow each other down.
         svg: Write the timelines and the memory to this file.

@@ -26,6 +26,20 @@ GradientFunction = Callable[[int, int, Any], Gradient]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Cut:
+    """From a step of a worker on, nothing comes through between some workers.
+
+    Attributes:
+        step: From 0.
+        between: (from, to), both ways. Nobody meets all others then.
+    """
+
+    worker: int
+    step: int
+    between: frozenset[tuple[int, int]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class VirtualMachines:
     """How long things take.
 
@@ -40,6 +54,7 @@ class VirtualMachines:
         meeting: Seconds of the exchange in which all workers meet.
         slower: How many times as long the wire between two ranks takes: (from, to) -> factor.
         deaths: Worker -> the first step, from 0, that it does not make because it has died.
+        cut: None: all that is sent arrives.
     """
 
     compute: Callable[[int, int], float]
@@ -51,6 +66,7 @@ class VirtualMachines:
     meeting: float = 0.0
     slower: Mapping[tuple[int, int], float] = field(default_factory=dict)
     deaths: Mapping[int, int] = field(default_factory=dict)
+    cut: Cut | None = None
 
 
 @dataclass
@@ -63,6 +79,7 @@ class SimulatedRun:
         waits: Of each worker: seconds by cause (`synchrony.waits`).
         traffic: Models that went from one rank to another: (from, to) -> number.
         staleness: Of each worker's pushes.
+        stuck: Worker -> since when it waits in vain because of a cut, for what, and the cause.
         history: Of all holders.
         run: Programs and holders, as the run has left them.
     """
@@ -73,6 +90,7 @@ class SimulatedRun:
     waits: list[dict[str, float]] = field(default_factory=list)
     traffic: dict[tuple[int, int], float] = field(default_factory=lambda: defaultdict(float))
     staleness: list[list[int]] = field(default_factory=list)
+    stuck: dict[int, tuple[float, Address, str]] = field(default_factory=dict)
     history: History = field(default_factory=History)
 
 
@@ -127,6 +145,7 @@ class _Simulation:
         self._busy: dict[Address, float] = defaultdict(float)
         self._since = [0.0] * workers
         self._dead: set[int] = set()
+        self._is_cut = False
         self._asked: dict[tuple[int, Address], float] = {}
         self._done: dict[tuple[int, Address], tuple[float, float]] = {}
         self._shares = sum(1 for holder in run.holders if holder.kind == "server") or 1
@@ -145,7 +164,10 @@ class _Simulation:
             self._now, _, happen = heappop(self._events)
             happen()
         living = ((n, seat) for n, seat in enumerate(self._seats) if n not in self._dead)
-        if stuck := [number for number, seat in living if not seat.ended]:
+        stuck = [number for number, seat in living if not seat.ended]
+        if self._is_cut:
+            self._note_stuck(stuck)
+        elif stuck:
             raise PlanError(
                 "workers wait for each other for ever",
                 problems=[f"worker {n} waits for: {self._seats[n].waits}" for n in stuck],
@@ -155,6 +177,17 @@ class _Simulation:
             for worker, stale in getattr(holder, "staleness", ()):
                 self.found.staleness[worker].append(stale)
         return self.found
+
+    def _note_stuck(self, workers: Sequence[int]) -> None:
+        """Workers that wait for ever do so from the first missing answer on."""
+        for number in workers:
+            seat, since = self._seats[number], self._since[number]
+            assert seat.waits is not None
+            holder = seat.awaits(seat.waits)
+            place, cut = self._run.places[holder], self._machines.cut
+            far = cut is not None and (place, number) in cut.between
+            self.found.stuck[number] = since, holder, "link" if far else seat.waits.cause
+            self.found.seconds = max(self.found.seconds, since)
 
     def _at(self, time: float, happen: Callable[[], None]) -> None:
         self._count += 1
@@ -173,6 +206,9 @@ class _Simulation:
         if wanted.step >= self._machines.deaths.get(number, wanted.step + 1):
             self._die(number)
             return
+        cut = self._machines.cut
+        if cut is not None and number == cut.worker and wanted.step >= cut.step:
+            self._is_cut = True
         if self._is_over(wanted.step):
             self._begin(number, seat.resume(None))
             return
@@ -214,6 +250,7 @@ class _Simulation:
         self, source: int | None, target: int | None, message: Any, arrived: Callable[[], None]
     ) -> None:
         """Let a message travel: on the sender's wire in its turn, and on the receiver's in its."""
+        arrived = self._unless_cut(source, target, arrived)
         if source is None or target is None or source == target:
             meeting = source is None and target is not None
             self._at(self._now + (self._machines.meeting if meeting else 0.0), arrived)
@@ -239,6 +276,19 @@ class _Simulation:
             self._at(self._wires[into] + machines.latency, arrived)
 
         self._at(begins, comes)
+
+    def _unless_cut(
+        self, source: int | None, target: int | None, arrived: Callable[[], None]
+    ) -> Callable[[], None]:
+        cut = self._machines.cut
+        if cut is None or not (source is None or target is None or (source, target) in cut.between):
+            return arrived
+
+        def comes() -> None:
+            if not self._is_cut:
+                arrived()
+
+        return comes
 
     def _arrived(self, sender: Sender, to: Address, message: Any) -> None:
         begins = max(self._now, self._busy[to])
@@ -334,3 +384,17 @@ class StillReplica:
         return None
 
     def write_state(self, state: Any) -> None: ...
+
+
+class DriftingReplica(StillReplica):
+    """A replica of one number, which every step moves: for rules that look at values."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__()
+        self._value = value
+
+    def step(self, gradient: Any, rate: float = 1.0) -> None:
+        self._value += rate * gradient
+
+    def clone(self) -> DriftingReplica:
+        return DriftingReplica(self._value)

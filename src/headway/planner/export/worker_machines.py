@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import permutations
+from math import prod
 
+from headway.collective.compression import parse_compression
+from headway.collective.model.bucket_cost import bucket_traffic
+from headway.collective.model.gradient_buckets import fill_buckets
+from headway.collective.model.link_fit import ring_factor
+from headway.collective.model.scheme_ranking import FIRST_BUCKET
+from headway.collective.nodes import Nodes
 from headway.cost.network import HierarchicalNetwork
 from headway.planner.explain.step_parts import level_of
-from headway.plans import Plan
+from headway.plans import ExchangePlan, Plan
 from headway.simulator.ranks import RankGrid, SimulatedRanks, SlowPath, StepFaults
-from headway.simulator.synchrony import VirtualMachines
+from headway.simulator.synchrony import Cut, VirtualMachines
 
+Shape = tuple[int, ...]
 StepSeconds = Callable[[int, int], tuple[float, float]]
 """From worker and step to the seconds of its computation, and those of the optimiser's update."""
 
@@ -22,8 +30,10 @@ def worker_machines(
     *,
     model: float,
     state: float,
+    shapes: Sequence[Shape] = (),
     paths: Sequence[SlowPath] = (),
     deaths: Mapping[int, int] | None = None,
+    cut: Cut | None = None,
 ) -> VirtualMachines:
     """The workers of a plan on a network.
 
@@ -33,11 +43,13 @@ def worker_machines(
     Args:
         model: Bytes of the parameters.
         state: Of the optimiser, in models.
+        shapes: Of the parameters in the order of the model; for what is compressed.
         paths: Links that are slow.
         deaths: Worker -> the first step, from 0, that it does not make.
     """
     each, servers = plan.ranks // plan.workers, plan.synchrony.has_servers
     node = _ranks_of_node(network, plan.ranks)
+    met = bytes_of_meeting(plan, model, state, shapes)
 
     def compute(worker: int, number: int) -> float:
         computing, updating = step(worker, number)
@@ -50,17 +62,40 @@ def worker_machines(
         inside=model / _rate(network, 1) if node > 1 else 0.0,
         latency=float(network.send(0.0, node)),
         update=max(step(worker, 0)[1] for worker in range(plan.workers)) if servers else 0.0,
-        meeting=_meeting_seconds(plan, network, bytes_of_meeting(plan, model, state), paths),
+        meeting=_meeting_seconds(plan, network, met / ring_factor(plan.workers), paths),
         slower=_slower(plan, paths),
         deaths=deaths or {},
+        cut=cut,
     )
 
 
-def bytes_of_meeting(plan: Plan, model: float, state: float) -> float:
-    """What a worker gives when all meet: its model, and where it is averaged the state."""
-    rules = plan.synchrony
-    averaged = rules.merge == "mean" and rules.state == "average"
-    return model * (1 + (state if averaged else 0))
+def bytes_of_meeting(plan: Plan, model: float, state: float, shapes: Sequence[Shape]) -> float:
+    """What a worker sends when all meet: by a ring its model, and where it is averaged the state.
+
+    Compressed, it is what the buckets of the run send of the difference, by their own arithmetic.
+
+    Args:
+        model: As of `worker_machines`, and so are `state` and `shapes`.
+    """
+    rules, workers = plan.synchrony, plan.workers
+    if rules.compress == "none":
+        averaged = rules.merge == "mean" and rules.state == "average"
+        return ring_factor(workers) * model * (1 + (state if averaged else 0))
+    compression = parse_compression(rules.compress)
+    width = round(model / max(1, sum(map(prod, shapes))))
+    sizes = [width * prod(shape) for shape in shapes]
+    limit = ExchangePlan(compress=rules.compress).initial_bucket_bytes
+    traffic = [
+        bucket_traffic(
+            [shapes[n] for n in bucket],
+            Nodes.one(workers),
+            compression=compression,
+            element_bytes=width,
+        )
+        # The last layer's first, as gradients come.
+        for bucket in fill_buckets(sizes, [*reversed(range(len(sizes)))], limit, FIRST_BUCKET)
+    ]
+    return sum(one.total for one in traffic) / workers
 
 
 def _ranks_of_node(network: HierarchicalNetwork, ranks: int) -> int:
