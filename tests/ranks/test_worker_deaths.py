@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from headway.errors import RunError
 from headway.plans import Synchrony
 from headway.run.distributed.world import World
 from headway.run.synchrony.free_run import FreeRun
+from headway.run.training.run_directory import noted_steps
 from headway.synchrony.actors import Address
-from headway.synchrony.history import Died, History, Undone, merged
+from headway.synchrony.history import Died, History, Joined, Resumed, Undone, merged
 from support.ranks import run_ranks
 from support.sampling import sampled
 
@@ -109,6 +111,83 @@ def test_a_training_run_outlives_a_worker(name: str, rank: int, tmp_path: Path) 
     assert same_checkpoints(tmp_path / "run", tmp_path / "again")
 
 
+class Patient(nn.Module):
+    """Takes its time until a fourth process has made one: three, and one that has come back."""
+
+    def __init__(self, made: str) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
+        self._made = Path(made)
+        with self._made.open("a") as file:
+            file.write(".")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._made.stat().st_size < 4:
+            time.sleep(0.06)
+        found: torch.Tensor = self.layers(x)
+        return found
+
+
+def patient(name: str, folder: Path) -> headway.Recipe:
+    return replace(
+        recipe(name),
+        model=lambda: Patient(str(folder / "made")),
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.005, momentum=0.9),
+        scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 20, 0.5),
+        stop="100 steps",
+        checkpoint_every=30,
+    )
+
+
+def merged_history(run: Path) -> History:
+    files = sorted((run / "history").glob("worker-*"))
+    return merged({number: History.load(file) for number, file in enumerate(files)})
+
+
+@pytest.mark.parametrize("name", sampled(list(SURVIVING), 4))
+@pytest.mark.filterwarnings("ignore:.*batch normalisation")
+def test_a_dead_worker_comes_back_and_the_run_is_repeated_bit_by_bit(
+    name: str, tmp_path: Path
+) -> None:
+    rank = 0 if name in ("pairs", "gossip", "tree") else 2
+    with pytest.warns(
+        UserWarning, match=rf"worker {rank} died and came back with step \d+: \d+ of"
+    ):
+        found = headway.train(
+            patient(name, tmp_path), processes=3, directory=tmp_path / "run",
+            faults=[f"kill rank {rank} at step 7"],
+        )  # fmt: skip
+    assert (found.steps, found.attempts) == (100, 1)
+    history = merged_history(tmp_path / "run")
+    (life,) = history.lives(rank)
+    assert not history.dead()
+    # It has begun where the slowest of the others was, and made all steps behind.
+    made = noted_steps(tmp_path / f"run/ranks/rank-{rank:05d}.jsonl", 0)
+    assert made == [*range(1, 7), *range(life.step + 1, 101)]
+    assert 9 <= life.step < 100
+    again = patient(name, tmp_path)
+    headway.train(again, processes=3, directory=tmp_path / "again", replay=tmp_path / "run")
+    assert same_checkpoints(tmp_path / "run", tmp_path / "again")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bounded", "pairs"])
+def test_a_worker_comes_back_as_often_as_restarts_are_allowed(name: str, tmp_path: Path) -> None:
+    """Also one that dies again, and then for good."""
+    with pytest.warns(
+        UserWarning, match=r"worker 2 died after step \d+, having come back with step"
+    ):
+        found = headway.train(
+            patient(name, tmp_path), processes=3, directory=tmp_path / "run",
+            faults=["kill rank 2 at step 7", "kill rank 2 at step 90"], restarts=1,
+        )  # fmt: skip
+    assert (found.steps, found.attempts) == (100, 1)
+    assert merged_history(tmp_path / "run").dead() == {2}
+    again = patient(name, tmp_path)
+    headway.train(again, processes=3, directory=tmp_path / "again", replay=tmp_path / "run")
+    assert same_checkpoints(tmp_path / "run", tmp_path / "again")
+
+
 STILL = 1.5
 
 
@@ -155,7 +234,7 @@ def test_a_run_without_anybody_left_is_started_again(tmp_path: Path) -> None:
     """The last of the workers has nobody who goes on, and the models of pairs are gone."""
     found = headway.train(
         recipe("pairs"), processes=2, directory=tmp_path / "run",
-        faults=["kill rank 0 at step 7", "kill rank 1 at step 9"], restarts=1,
+        faults=["kill rank 0 at step 7", "kill rank 1 at step 7"], restarts=1,
     )  # fmt: skip
     assert (found.steps, found.attempts) == (40, 2)
 
@@ -180,13 +259,20 @@ def test_a_history_is_whole_up_to_the_moment_of_a_kill(tmp_path: Path) -> None:
     history.note(model, 1)
     history.add(model, Undone(2, 70_000))
     history.add(model, Died(2))
+    history.add(model, Joined(2, 1, 70_001))
+    history.add(model, Joined(1, 2, 9))
+    history.add(model, Resumed(Address("server", 3), 2, 70_002))
+    history.add(model, Undone(0, 4))
     history.note(Address("server"), 3)
     cut = tmp_path / "one"
     assert History.load(cut).logs == history.logs
     assert History.load(cut).undone(1) == {(2, 70_000)}
+    assert History.load(cut).undone(1, 2) == {(0, 4)}
+    assert (History.load(cut).dead(), History.load(cut).lives(2)) == (set(), [Joined(2, 1, 70_001)])
+    assert list(History.load(cut).entries(model))[-2] == Resumed(Address("server", 3), 2, 70_002)
     assert list(History.load(cut).senders(model)) == [1]
     cut.write_bytes(cut.read_bytes()[:-1])
     assert list(History.load(cut, killed=True).logs) == [model]
-    assert History.load(cut, killed=True).events == 5
+    assert History.load(cut, killed=True).events == 21
     with pytest.raises(RunError, match="ends in the middle"):
         History.load(cut)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import multiprocessing
 import os
 import signal
@@ -329,6 +330,7 @@ class Loader:
         in_step: Where a stream ends is compared by the step that uses the batch
             (`RankBatch.fact`), without an exchange of its own: for steps that need no rank's
             samples but its own before their reduction.
+        skip: Batches from `cursor` on that are left out.
 
     Raises:
         DataError: There are no samples, less than one batch of them, or the cursor lies outside.
@@ -349,6 +351,7 @@ class Loader:
         limit: int | None = None,
         agree: Agree | None = None,
         in_step: bool = False,
+        skip: int = 0,
     ) -> None:
         self._drawn: SamplerOrder | None = None
         self._pin = False
@@ -376,6 +379,7 @@ class Loader:
         )
         self._split, self._rank, self._ranks = split, rank, ranks
         self._workers, self._agree, self._in_step = workers, agree, in_step
+        self._skip = skip
         self._reader = MicroBatchReader(source, SampleOrder(length, cursor.seed, shuffle=shuffle))
         self._current: InProcessFetcher | WorkerFetcher | None = None  # one iteration at a time
 
@@ -468,7 +472,7 @@ class Loader:
     def _global_batches(self) -> Iterator[GlobalBatch]:
         """All batches; of an order with batches of its own those that begin within the limit."""
         limited = self._limit is not None and self._order is not None
-        for batch in self._batches:
+        for batch in itertools.islice(self._batches, self._skip, None):
             if not limited:
                 yield batch
             elif batch.start.position < (self._limit or 0):

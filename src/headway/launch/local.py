@@ -299,7 +299,8 @@ class LaunchResult:
         results: What the entry returned, by rank; None for a rank that was killed because it did
             not stop in time.
         stopped_by: Name of the signal that stopped the job, or None when it is complete.
-        lost: Ranks that have died while the others went on, and by which signal.
+        lost: Ranks that have died while the others went on and have not come back, and by which
+            signal.
     """
 
     results: list[Any]
@@ -338,7 +339,8 @@ def launch_local(
         on_restart: Called before a restart with the number of the new attempt and the reason.
         stopped_seconds: Kill a worker that stands still (SIGSTOP) for so long; None: never.
         guarded: Where all workers note that they are free of each other (`worker.FREE`), one that a
-            signal ends, and on which the others do not depend, is left out.
+            signal ends, and on which the others do not depend, comes back in a new process as often
+            as the policy's limit allows, and is left out then; the others go on.
 
     Returns:
         The results, also after an orderly stop by a signal (SIGTERM, Ctrl-C).
@@ -375,6 +377,7 @@ def launch_local(
                 environment={**environment, SECRET: secrets.token_hex(32)},
                 emulated=emulated,
                 guarded=guarded,
+                returns=(policy or RestartPolicy()).limit,
             )
             before = newest_checkpoint(directory)
             # Again: it may have been killed.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import math
 import multiprocessing
 import os
@@ -39,13 +40,15 @@ from headway.run.distributed.failure_record import (
     should_report,
     write_failure,
 )
-from headway.run.distributed.launch_env import ATTEMPT, NODE, LaunchEnv
+from headway.run.distributed.launch_env import ATTEMPT, NODE, CameTooLate, LaunchEnv, NobodyLeft
 from headway.user_frames import innermost_user_frame
 
 _EXIT = os._exit
 GRACE_SECONDS = {"failed": 2.0, "gone": 1.0}
 ORPHANED = 137
 ABANDONED = 3
+LATE, ALONE = 4, 5
+"""Of a worker that has come back when the others were about to end, or were gone."""
 _POLL_SECONDS = 0.1
 
 
@@ -132,8 +135,12 @@ def has_reported(outbox: Path, rank: int) -> bool:
 
 
 def noted_losses(outbox: Path) -> dict[int, str]:
-    """Ranks that have died, where the others have gone on, and how."""
-    return {int(path.name.partition("-")[2]): path.read_text() for path in outbox.glob("lost-*")}
+    """Ranks that have died and not come back, where the others have gone on, and how."""
+    return {
+        int(path.name.partition("-")[2]): path.read_text()
+        for path in outbox.glob("lost-*")
+        if not path.with_name(path.name.replace("lost", "result")).exists()
+    }
 
 
 FREE, NEEDED, ENDED = "free", "needed", "ended"
@@ -156,7 +163,8 @@ class _Watcher:
         # File descriptors of processes exist on Linux only; elsewhere the launcher is watched.
         others = set(range(place.ranks)) - {place.rank} if hasattr(os, "pidfd_open") else set()
         self._unknown = others
-        self._siblings: dict[int, int] = {}
+        self._ended_pids: dict[int, int] = {}
+        self._siblings: dict[int, tuple[int, int]] = {}
         self._launcher = multiprocessing.parent_process()
 
     def run(self) -> None:
@@ -174,7 +182,8 @@ class _Watcher:
             for descriptor in ready:
                 assert isinstance(descriptor, int)
                 os.close(descriptor)
-                self._ended(self._siblings.pop(descriptor))
+                rank, self._ended_pids[rank] = self._siblings.pop(descriptor)
+                self._ended(rank)
 
     def _meet_siblings(self) -> None:
         for rank in sorted(self._unknown):
@@ -182,10 +191,13 @@ class _Watcher:
                 pid = int((self._outbox / f"pid-{rank:05d}").read_text())
             except FileNotFoundError:
                 continue
+            if pid == self._ended_pids.get(rank):  # it may come back, in another process
+                continue
             self._unknown.discard(rank)
             try:
-                self._siblings[os.pidfd_open(pid)] = rank
+                self._siblings[os.pidfd_open(pid)] = rank, pid
             except ProcessLookupError:
+                self._ended_pids[rank] = pid
                 self._ended(rank)
 
     def _ended(self, rank: int) -> None:
@@ -196,6 +208,7 @@ class _Watcher:
         if (how == "gone" or self._was_lost(rank)) and others_go_on(
             self._outbox, rank, self._ranks
         ):
+            self._unknown.add(rank)
             return
         path = self._outbox / f"gone-{rank:05d}"
         # The first note counts: deaths are ordered by it.
@@ -233,6 +246,7 @@ class Job:
         outbox: Private directory of this attempt: results, failures, process ids.
         forkserver: Process id of the one that the workers of this attempt are forked from.
         guarded: The others may go on where one dies.
+        returns: How often one that has died then comes back, at most.
         environment: The launcher's variables; a forkserver that ran before may have old ones.
     """
 
@@ -246,6 +260,7 @@ class Job:
     emulated: EmulatedCluster | PacedCluster | None = None
     forkserver: int | None = None
     guarded: bool = False
+    returns: int = 0
 
 
 def run_worker(job: Job) -> None:
@@ -257,14 +272,19 @@ def run_worker(job: Job) -> None:
     _unblock_signals()
     _end_with_forkserver(job.forkserver)
     rank = int(os.environ["RANK"])
-    if job.guarded and not _in_child(job, rank):
+    life = _guard(job, rank) if job.guarded else 0
+    if life is None:
         return
     ending = WorkerExit(lambda error: _record_or_print(job, rank, error))
     with _exits_reported(ending):
         try:
-            stopped_by = _run_entry(job, ending)
+            stopped_by = _run_entry(job, ending, life)
         except KeyboardInterrupt:
             end_process(INTERRUPTED)
+        except CameTooLate:
+            end_process(LATE)
+        except NobodyLeft:
+            end_process(ALONE)
         except BaseException as error:
             ending(_unless_exit(error))
         if stopped_by:
@@ -274,42 +294,65 @@ def run_worker(job: Job) -> None:
             end_process(0)
 
 
-def _in_child(job: Job, rank: int) -> bool:
-    """Fork the worker and wait for its end; True in the worker, False when the rank has ended."""
-    guardian = os.getpid()
+def _guard(job: Job, rank: int) -> int | None:
+    """Fork the worker and wait for its end, and again while it comes back.
+
+    Returns:
+        In the worker, the number of its life, from 0; in the guardian None: the rank has ended.
+    """
+    guardian, ranks = os.getpid(), int(os.environ["WORLD_SIZE"])
     write_note(job.outbox / f"guardian-{rank:05d}", str(guardian).encode())
-    child = os.fork()
-    if child == 0:
-        _unblock_signals()
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, int(signal.SIGKILL))
-        if os.getppid() != guardian:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return True
     passed: list[int] = []
+    children: list[int] = []
 
     def pass_on(number: int, _: object) -> None:
         passed.append(number)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(child, number)
+            os.kill(children[-1], number)
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
+    handled = [
+        number
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    ]
+    for life in itertools.count():
+        signal.pthread_sigmask(signal.SIG_BLOCK, handled)
+        child = os.fork()
+        if child == 0:
+            for number in handled:
+                signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
+            _unblock_signals()
+            if sys.platform == "linux":
+                ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, int(signal.SIGKILL))
+            if os.getppid() != guardian:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return life
+        children.append(child)
+        for number in handled:
             signal.signal(number, pass_on)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if status > 0:
-        end_process(status)
-    ranks = int(os.environ["WORLD_SIZE"])
-    if status < 0 and not passed and others_go_on(job.outbox, rank, ranks):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status in (0, LATE):
+            return None
+        if status == ALONE:
+            (job.outbox / f"lost-{rank:05d}").unlink(missing_ok=True)
+            status = -signal.SIGKILL
+            break
+        if status > 0:
+            end_process(status)
+        if passed or not others_go_on(job.outbox, rank, ranks):
+            break
         write_note(job.outbox / f"lost-{rank:05d}", signal.Signals(-status).name.encode())
-    elif status < 0:
-        with contextlib.suppress(OSError):  # of SIGKILL, which has no handler
-            signal.signal(-status, signal.SIG_DFL)
-        os.kill(os.getpid(), -status)
-    return False
+        if life == job.returns:
+            return None
+    with contextlib.suppress(OSError):  # of SIGKILL, which has no handler
+        signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+    return None
 
 
-def _run_entry(job: Job, ending: WorkerExit) -> str:
+def _run_entry(job: Job, ending: WorkerExit, life: int) -> str:
     """Set up the worker, run the entry, write its result; returns the signal that stopped it."""
     _set_environment(job)
     # A forkserver's children would start their own data-loading processes by it: without the
@@ -321,6 +364,7 @@ def _run_entry(job: Job, ending: WorkerExit) -> str:
         emergency=ending.from_thread,
         meeting=job.outbox / "store",
         note_folder=job.outbox if job.guarded else None,
+        life=life,
     )
     watch_others(job.outbox, place)
     with _signals_noticed() as signals:

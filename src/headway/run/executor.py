@@ -408,6 +408,12 @@ class Executor:
         self._after = batch.after
         return self.record.loss
 
+    def skip(self, steps: int) -> None:
+        """Leave steps out that a worker has missed, before it makes its first one."""
+        for _ in range(steps):
+            self.strategy.leave_out()
+        self.steps_done += steps
+
     @property
     def met(self) -> bool:
         """Whether all workers hold the same model now; always, where all ranks agree at every step.

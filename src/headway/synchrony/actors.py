@@ -100,6 +100,10 @@ class Holder(ABC):
         """A worker has died: forget what waits of it, wait for it no more; what is sent now."""
         return ()
 
+    def join(self, worker: int, step: int) -> Sequence[Outgoing]:
+        """A worker has come back, and begins with a step; what is sent now."""
+        return ()
+
     def missing(self) -> Sequence[int]:
         """The workers without whose next message somebody is not answered."""
         return ()

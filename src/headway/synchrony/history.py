@@ -15,11 +15,17 @@ written anew with one chunk for each holder. A word w of a log is
 - from 0x8000: the next message of server w - 0x8000 is handled (it refreshes a cache);
 - from 0x4000 to 0x47ff: worker w - 0x4000 has died. What it had sent and what is not handled yet is
   dropped, and a message of it that waits in the holder is forgotten; nobody waits for it any more;
+- from 0x5000 to 0x57ff: worker w - 0x5000 comes back in a new life. Three words follow: the number
+  of the life (from 1), and the step that it begins with, from 0, low and high half. In the log of a
+  holder that lives with this worker: the holder begins anew, as the worker does;
+- 0x6000, in the log of a holder that has come back: from whom on it gets messages. Four words
+  follow: a sender, as the word of its messages; its life; and the number of its first message, low
+  and high half: those before have gone to the life before, or nowhere;
 - from 0x6800 to 0x6fff, in the log of a worker's own model: worker w - 0x6800 was gone when this
   one turned to it. Two words follow, the low half and the high half of a number: so many messages
-  to the other's model came before the one that has come to nothing. Of a pair the answer is the
-  model that was sent; gossip comes back to the own model, as the owner's next message to that;
-  another message is dropped.
+  of this life to the other's model came before the one that has come to nothing. Of a pair the
+  answer is the model that was sent; gossip comes back to the own model, as the owner's next message
+  to that; one that asks for the other's model is answered by nothing; another message is dropped.
 
 A log without words from 0x4000 to 0x7fff is of a run in which nobody died.
 """
@@ -42,7 +48,8 @@ _KINDS = ("server", "centre", "model", "cache", "meeting")
 _HEAD = struct.Struct("<BIIQ")
 _HOLDER = 0x8000
 _NUMBER = 0x07FF
-_DEAD, _UNDONE = 0x4000, 0x6800
+_DEAD, _JOINED, _RESUMED, _UNDONE = 0x4000, 0x5000, 0x6000, 0x6800
+_FOLLOWING = {_DEAD: 0, _JOINED: 3, _RESUMED: 4, _UNDONE: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +67,33 @@ class Died:
 
 
 @dataclass(frozen=True, slots=True)
+class Joined:
+    """A worker comes back, in another process.
+
+    Attributes:
+        life: Its number, from 1.
+        step: The first one that it makes, from 0.
+    """
+
+    worker: int
+    life: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """To a holder that has come back a sender's messages come from a number on.
+
+    Attributes:
+        life: Of the sender, which counts its messages in each life from 0.
+    """
+
+    sender: Sender
+    life: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Undone:
     """A message to the model of a worker that was gone has come to nothing, by its number."""
 
@@ -67,35 +101,51 @@ class Undone:
     number: int
 
 
-Entry: TypeAlias = "Handled | Died | Undone"
+Entry: TypeAlias = "Handled | Died | Joined | Resumed | Undone"
 
 
 def _words(entry: Entry) -> tuple[int, ...]:
     match entry:
         case Handled(sender=sender):
-            return (sender if isinstance(sender, int) else _HOLDER | sender.number,)
+            return (_of_sender(sender),)
         case Died(worker=worker):
             return (_DEAD | worker,)
+        case Joined(worker=worker, life=life, step=step):
+            return (_JOINED | worker, life, *_halves(step))
+        case Resumed(sender=sender, life=life, number=number):
+            return (_RESUMED, _of_sender(sender), life, *_halves(number))
         case Undone(worker=worker, number=number):
             return (_UNDONE | worker, *_halves(number))
+
+
+def _of_sender(sender: Sender) -> int:
+    return sender if isinstance(sender, int) else _HOLDER | sender.number
 
 
 def _halves(number: int) -> tuple[int, int]:
     return number & 0xFFFF, number >> 16
 
 
+def _sender(word: int) -> Sender:
+    return Address("server", word & ~_HOLDER) if word & _HOLDER else word
+
+
 def _entry(words: array[int], place: int) -> tuple[Entry, int]:
     """What stands at a place of a log, and the place behind it."""
     word = words[place]
-    if word & _HOLDER:
-        return Handled(Address("server", word & ~_HOLDER)), place + 1
-    if word < _DEAD:
-        return Handled(word), place + 1
-    worker = word & _NUMBER
-    if word & _UNDONE != _UNDONE:
-        return Died(worker), place + 1
-    low, high = words[place + 1 : place + 3]
-    return Undone(worker, low | high << 16), place + 3
+    if word & _HOLDER or word < _DEAD:
+        return Handled(_sender(word)), place + 1
+    kind, worker = word & ~_NUMBER, word & _NUMBER
+    end = place + 1 + _FOLLOWING[kind]
+    rest = words[place + 1 : end]
+    if kind == _DEAD:
+        return Died(worker), end
+    number = rest[-2] | rest[-1] << 16
+    if kind == _JOINED:
+        return Joined(worker, rest[0], number), end
+    if kind == _RESUMED:
+        return Resumed(_sender(rest[0]), rest[1], number), end
+    return Undone(worker, number), end
 
 
 @dataclass
@@ -130,15 +180,37 @@ class History:
             if isinstance(entry, Handled):
                 yield entry.sender
 
-    def undone(self, worker: int) -> set[tuple[int, int]]:
-        """What of a worker has come to nothing: for whose model it was, and its number."""
-        entries = self.entries(Address("model", worker))
-        return {(entry.worker, entry.number) for entry in entries if isinstance(entry, Undone)}
+    def undone(self, worker: int, life: int = 0) -> set[tuple[int, int]]:
+        """What of a life of a worker has come to nothing: for whose model, and its number."""
+        found: dict[int, set[tuple[int, int]]] = {}
+        now = 0
+        for entry in self.entries(Address("model", worker)):
+            if isinstance(entry, Joined) and entry.worker == worker:
+                now = entry.life
+            elif isinstance(entry, Undone):
+                found.setdefault(now, set()).add((entry.worker, entry.number))
+        return found.get(life, set())
 
     def dead(self) -> set[int]:
-        """Workers that have died."""
-        entries = (entry for holder in self.logs for entry in self.entries(holder))
-        return {entry.worker for entry in entries if isinstance(entry, Died)}
+        """Workers that have died, and have not come back."""
+        gone: set[int] = set()
+        for holder in self.logs:
+            last: dict[int, bool] = {}
+            for entry in self.entries(holder):
+                if isinstance(entry, Died | Joined):
+                    last[entry.worker] = isinstance(entry, Died)
+            gone |= {worker for worker, died in last.items() if died}
+        return gone
+
+    def lives(self, worker: int) -> list[Joined]:
+        """The later lives of a worker, in their order."""
+        found = {
+            entry.life: entry
+            for holder in self.logs
+            for entry in self.entries(holder)
+            if isinstance(entry, Joined) and entry.worker == worker
+        }
+        return [found[life] for life in sorted(found)]
 
     @property
     def events(self) -> int:

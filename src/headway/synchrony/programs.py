@@ -25,6 +25,7 @@ from headway.synchrony.actors import (
     Value,
     WorkerProgram,
 )
+from headway.synchrony.history import Joined
 from headway.synchrony.snapshots import Look, Snapshots
 
 
@@ -53,6 +54,7 @@ def make_run(
     shares: Sequence[Any] = (),
     seed: int = 0,
     snapshots: Snapshots | None = None,
+    joined: Joined | None = None,
 ) -> AgreementRun:
     """The programs and holders of a run.
 
@@ -63,12 +65,13 @@ def make_run(
             tuples, with one entry for each share.
         seed: Of whom gossip is sent to, and when.
         snapshots: Of the worker whose program is driven here; None: nobody takes any.
+        joined: A worker that has come back, and how; None: all begin together.
     """
     workers = len(replicas)
     run = AgreementRun([])
     snapshots = snapshots or Snapshots()
     if synchrony.central:
-        _with_servers(run, synchrony, replicas, shares, snapshots)
+        _with_servers(run, synchrony, replicas, shares, snapshots, joined)
     elif synchrony.in_rounds:
         run.add(Address("meeting"), merging.Meeting(workers), None)
         matrix = mixing.mixing_matrix(synchrony, workers) if synchrony.merge == "neighbour" else ()
@@ -81,12 +84,16 @@ def make_run(
     elif synchrony.place == "master":
         run.add(Address("centre"), merging.Centre(shares[0]), 0)
         run.programs = [
-            _elastic_worker(synchrony, replica, _of_first(worker, snapshots))
+            _elastic_worker(synchrony, replica, _of_first(worker, snapshots), _of(joined, worker))
             for worker, replica in enumerate(replicas)
         ]
     else:
-        _with_models(run, synchrony, replicas, seed, snapshots)
+        _with_models(run, synchrony, replicas, seed, snapshots, joined)
     return run
+
+
+def _of(joined: Joined | None, worker: int) -> Joined | None:
+    return joined if joined is not None and joined.worker == worker else None
 
 
 def _of_first(worker: int, snapshots: Snapshots) -> Snapshots:
@@ -134,6 +141,7 @@ def _with_servers(
     replicas: Sequence[Replica],
     shares: Sequence[Any],
     snapshots: Snapshots,
+    joined: Joined | None,
 ) -> None:
     workers, eager = len(replicas), synchrony.remedy == "eager_push"
     places = server_places(synchrony, workers)
@@ -154,12 +162,17 @@ def _with_servers(
             for number in range(len(places))
         ]
         program = _ahead_worker if synchrony.read == "ahead" else _server_worker
-        seen = _of_first(worker, snapshots)
-        run.programs.append(program(synchrony, replica, sources, seen))
+        back, seen = _of(joined, worker), _of_first(worker, snapshots)
+        first = 0 if back is None else back.step
+        run.programs.append(program(synchrony, replica, sources, seen, first))
 
 
 def _server_worker(
-    synchrony: Synchrony, replica: Replica, sources: Sequence[Address], snapshots: Snapshots
+    synchrony: Synchrony,
+    replica: Replica,
+    sources: Sequence[Address],
+    snapshots: Snapshots,
+    first: int,
 ) -> WorkerProgram:
     """Pull, compute, push; Downpour pulls and pushes every so many steps (Dean et al. 2012)."""
     sinks = [Address("server", number) for number in range(len(sources))]
@@ -167,9 +180,10 @@ def _server_worker(
     cause = "bound" if synchrony.kind == "bounded" else "server"
     versions = [0] * len(sources)
     unsent: list[Gradient] = []
-    step = pushes = 0
+    step, pushes, fetched = first, first // synchrony.push_every, False
     while True:
-        if step % synchrony.fetch_every == 0:
+        if step % synchrony.fetch_every == 0 or not fetched:
+            fetched = True
             answers = yield from _ask(sources, [servers.Pull(pushes)] * len(sources), cause)
             replica.write(tuple(answer.value for answer in answers))
             versions = [answer.version for answer in answers]
@@ -199,13 +213,17 @@ def _server_worker(
 
 
 def _ahead_worker(
-    synchrony: Synchrony, replica: Replica, servers_of: Sequence[Address], snapshots: Snapshots
+    synchrony: Synchrony,
+    replica: Replica,
+    servers_of: Sequence[Address],
+    snapshots: Snapshots,
+    first: int,
 ) -> WorkerProgram:
     """Parameters are on their way while the gradient before is computed (the threads of Dean et al.
     2012, algorithm 7.1): a worker does not see its own last push, and waits for no message."""
     cause = "bound" if synchrony.kind == "bounded" else "server"
-    pushes = 0
-    tickets = yield from _post(servers_of, [servers.Pull(0)] * len(servers_of))
+    pushes = first
+    tickets = yield from _post(servers_of, [servers.Pull(pushes)] * len(servers_of))
     while True:
         answers = yield Await(tickets, cause)
         replica.write(tuple(answer.value for answer in answers))
@@ -371,9 +389,14 @@ def _neighbour_worker(
 # -- elastic -----------------------------------------------------------------------------------
 
 
-def _elastic_worker(synchrony: Synchrony, replica: Replica, snapshots: Snapshots) -> WorkerProgram:
+def _elastic_worker(
+    synchrony: Synchrony, replica: Replica, snapshots: Snapshots, joined: Joined | None
+) -> WorkerProgram:
     """EASGD: the step uses the gradient at the model before it met the centre (Langer, fig. 10)."""
     step = 0
+    if joined is not None:  # begins with the centre, which it does not move
+        step, look = joined.step, merging.Pull(replica.read(), 0.0)
+        replica.write((yield from _ask([Address("centre")], [look], "server"))[0])
     while True:
         yield from _look(snapshots, step, [Address("centre")], "server")
         before = replica.read()
@@ -430,20 +453,23 @@ def _with_models(
     replicas: Sequence[Replica],
     seed: int,
     snapshots: Snapshots,
+    joined: Joined | None,
 ) -> None:
     workers = len(replicas)
-    weight = 1 / workers if synchrony.merge == "push_sum" else 1.0
     for worker, replica in enumerate(replicas):
+        weight, back = 1.0, _of(joined, worker)
+        if synchrony.merge == "push_sum":
+            weight = 1 / workers if back is None else 0.0
         run.add(Address("model", worker), merging.Model(replica, weight), worker)
         match synchrony.merge:
             case "pairwise":
                 others = mixing.partners(synchrony.place, worker, workers)
-                program = _pairwise_worker(worker, others, seed, snapshots)
+                program = _pairwise_worker(worker, workers, others, seed, snapshots, back)
             case "push_sum":
                 others = mixing.receives_from(synchrony.place, worker, workers)
-                program = _gossip_worker(synchrony, worker, others, seed, snapshots)
+                program = _gossip_worker(synchrony, worker, workers, others, seed, snapshots, back)
             case _:
-                program = _tree_worker(synchrony, worker, workers, snapshots)
+                program = _tree_worker(synchrony, worker, workers, snapshots, back)
         run.programs.append(program)
 
 
@@ -453,16 +479,42 @@ def _own(worker: int, message: Any) -> Generator[Any, Any, Any]:
     return answers[0]
 
 
-def _draws(seed: int, worker: int) -> random.Random:
-    return random.Random(f"whom worker {worker} meets, seed {seed}")
+def _draws(seed: int, worker: int, joined: Joined | None) -> random.Random:
+    life = "" if joined is None else f", life {joined.life}"
+    return random.Random(f"whom worker {worker} meets, seed {seed}{life}")
+
+
+def _asked_for(worker: int, workers: int, message: Any) -> Generator[Any, Any, Any]:
+    """What the model of the first other worker says that is there; None where there is none."""
+    for distance in range(1, workers):
+        other = Address("model", (worker + distance) % workers)
+        answer = (yield from _ask([other], [message], "neighbour"))[0]
+        if answer is not None:
+            return answer
+    return None
+
+
+def _taken_over(worker: int, workers: int, joined: Joined | None) -> Generator[Any, Any, int]:
+    """One that has come back begins with the model of another; gives its first step."""
+    if joined is None:
+        return 0
+    model = yield from _asked_for(worker, workers, merging.Read())
+    if model is not None:
+        yield from _own(worker, merging.Replace(model))
+    return joined.step
 
 
 def _pairwise_worker(
-    worker: int, others: Sequence[int], seed: int, snapshots: Snapshots
+    worker: int,
+    workers: int,
+    others: Sequence[int],
+    seed: int,
+    snapshots: Snapshots,
+    joined: Joined | None,
 ) -> WorkerProgram:
     """AD-PSGD (Lian et al. 2018, algorithm 1); without partners, only answer."""
-    draws = _draws(seed, worker)
-    step = 0
+    draws = _draws(seed, worker, joined)
+    step = yield from _taken_over(worker, workers, joined)
     while True:
         yield from _look(snapshots, step, [Address("model", worker)], "own model")
         value = yield from _own(worker, merging.Read())
@@ -481,11 +533,23 @@ def _pairwise_worker(
 
 
 def _gossip_worker(
-    synchrony: Synchrony, worker: int, others: Sequence[int], seed: int, snapshots: Snapshots
+    synchrony: Synchrony,
+    worker: int,
+    workers: int,
+    others: Sequence[int],
+    seed: int,
+    snapshots: Snapshots,
+    joined: Joined | None,
 ) -> WorkerProgram:
     """GoSGD: now and then half of one's weight goes to somebody (Blot et al. 2016, alg. 3)."""
-    draws = _draws(seed, worker)
+    draws = _draws(seed, worker, joined)
     step = 0
+    if joined is not None:  # its weight has died with it: another gives it half of its own
+        step = joined.step
+        given = yield from _asked_for(worker, workers, merging.Halve())
+        if given is None:
+            given = (yield from _own(worker, merging.Read())), 1 / workers
+        yield Post(Address("model", worker), merging.Gossip(*given), wants=False)
     while True:
         yield from _look(snapshots, step, [Address("model", worker)], "own model")
         value = yield from _own(worker, merging.Read())
@@ -501,7 +565,7 @@ def _gossip_worker(
 
 
 def _tree_worker(
-    synchrony: Synchrony, worker: int, workers: int, snapshots: Snapshots
+    synchrony: Synchrony, worker: int, workers: int, snapshots: Snapshots, joined: Joined | None
 ) -> WorkerProgram:
     """Tree EASGD: models go up and down at periods of their own (Langer et al. 2020, fig. 16)."""
     parent = mixing.tree_parent(worker)
@@ -509,7 +573,7 @@ def _tree_worker(
         (synchrony.period_up, () if parent is None else (parent,)),
         (synchrony.period_down, mixing.tree_children(worker, workers)),
     ]
-    step = 0
+    step = yield from _taken_over(worker, workers, joined)
     while True:
         yield from _look(snapshots, step, [Address("model", worker)], "own model")
         value = yield from _own(worker, merging.Read())

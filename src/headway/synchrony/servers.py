@@ -124,6 +124,7 @@ class RoundServer(Holder):
         self._bound = synchrony.delay_bound or 0
         self._backups = synchrony.backup_workers
         self._present = set(range(workers))
+        self._since = [0] * workers
         self._sum = synchrony.reduce == "sum"
         self._pushed: dict[int, dict[int, Gradient]] = {}
         self._clocks = [0] * workers
@@ -152,9 +153,19 @@ class RoundServer(Holder):
         self._present.discard(worker)
         return self._go_on()
 
+    def join(self, worker: int, step: int) -> Sequence[Outgoing]:
+        self._present.add(worker)
+        self._since[worker] = self._clocks[worker] = step
+        return self._go_on()
+
     def missing(self) -> Sequence[int]:
         pushed = self._pushed.get(self.version, {})
-        return sorted(self._present - set(pushed)) if self._waiting else ()
+        return sorted(self._expected - set(pushed)) if self._waiting else ()
+
+    @property
+    def _expected(self) -> set[int]:
+        """Who pushes the oldest open step, or has done it."""
+        return {worker for worker in self._present if self._since[worker] <= self.version}
 
     def _go_on(self) -> Sequence[Outgoing]:
         while self._is_complete():
@@ -163,15 +174,17 @@ class RoundServer(Holder):
 
     def _is_complete(self) -> bool:
         """Whether the oldest open step has the pushes of all that are still there, or enough."""
-        pushed = self._pushed.get(self.version, {})
-        missing = sum(worker not in pushed for worker in self._present)
-        return bool(pushed) and missing <= self._backups
+        pushed, expected = self._pushed.get(self.version, {}), self._expected
+        missing = sum(worker not in pushed for worker in expected)
+        # A step that only workers have left out which have come back since is closed empty.
+        made = bool(pushed) or (not expected and bool(self._present))
+        return made and missing <= self._backups
 
     def _close(self) -> None:
         """Make the update of the oldest open step."""
         if self._bound:
             self._copies[self.version] = self.replica.clone()
-        parts = self._pushed[self.version]
+        parts = self._pushed.get(self.version, {})
         self._apply(self.replica, [parts[worker] for worker in sorted(parts)])
         self.version += 1
         # A worker asks for the version `bound` steps before its clock, and never for an older one.
@@ -202,7 +215,9 @@ class RoundServer(Holder):
 
     def _read(self, worker: int, version: int, clock: int) -> Value:
         """The state of a version, and this worker's own pushes between it and a clock."""
-        own = [self._pushed[c][worker] for c in range(version, clock)]
+        # One that has come back has not made those before.
+        pushed = [self._pushed.get(c, {}) for c in range(version, clock)]
+        own = [of_step[worker] for of_step in pushed if worker in of_step]
         replica = self._copies.get(version, self.replica)
         if own:
             replica = replica.clone()
@@ -264,6 +279,11 @@ class StreamServer(Holder):
         self._clocks.pop(worker, None)
         self._backups.pop(worker, None)
         return [*self._refreshed(worker, slowest), *self._answers()]
+
+    def join(self, worker: int, step: int) -> Sequence[Outgoing]:
+        slowest = self._slowest
+        self._clocks[worker] = step // self._rules.push_every
+        return list(self._refreshed(worker, slowest))
 
     def missing(self) -> Sequence[int]:
         behind = [worker for worker, clock in self._clocks.items() if clock == self._slowest]

@@ -51,6 +51,7 @@ class LaunchEnv:
             interface, and its rate in bytes per second; see `comm.traffic_shaper.TrafficShaper.of`.
         note_folder: A private folder in which the processes of a run that survives the death of
             some leave notes for each other and the launcher; None: a death ends the run.
+        life: How often this rank has come back in this attempt, while the others went on.
         emergency: Reports an error and ends this process, from any thread; does not return. Set by
             whoever called the rank's program; None in a program of the user's own.
     """
@@ -70,6 +71,7 @@ class LaunchEnv:
     node_name: str = ""
     pace: tuple[Path, float] | None = None
     note_folder: Path | None = field(default=None, compare=False)
+    life: int = 0
     emergency: Callable[[HeadwayError], None] | None = field(
         default=None, compare=False, repr=False
     )
@@ -106,6 +108,14 @@ class LaunchEnv:
     def found_world(self) -> bool:
         """Whether a launcher has started this process as a part of a world."""
         return self.launcher != "alone"
+
+
+class CameTooLate(BaseException):
+    """A worker comes back when the others are about to end: nothing is left for it to do."""
+
+
+class NobodyLeft(BaseException):
+    """A worker comes back when the others are gone, and with them what it would begin with."""
 
 
 def machine_identity() -> str:

@@ -313,6 +313,13 @@ class World:
         self.leave()
         self._parted = True
 
+    @classmethod
+    def come_back(cls, place: LaunchEnv, *, device: str, timeout_seconds: float) -> World:
+        """The world of a process that comes back to one whose processes have parted."""
+        world = cls(place=place, device=_device(place, device), timeout_seconds=timeout_seconds)
+        world._parted = True
+        return world
+
     @property
     def rank(self) -> int:
         """Of this process, from 0."""

@@ -544,9 +544,13 @@ class Strategy:
         if not isinstance(self.rounds, UnmetRun) or not self.rounds.is_closed(step):
             return False
         self.rounds.pass_over()
+        self.leave_out()
+        return True
+
+    def leave_out(self) -> None:
+        """Go on to the next step without making this one; learning rates go on, too."""
         self._count = 0.0
         self._schedule()
-        return True
 
     def agree(self) -> None:
         """Make the worker's own update, and meet the others where it is time."""
@@ -724,7 +728,10 @@ def _rounds(
     context.inside = place.inside
     if not plan.synchrony.in_rounds:
         if plan.ranks == plan.workers:
-            return FreeRun(plan, place, setup.world, parameters.named, setup.optimizer)
+            buffers = dict(setup.model.named_buffers())
+            return FreeRun(
+                plan, place, setup.world, parameters.named, setup.optimizer, buffers=buffers
+            )
         return GroupRun(
             plan,
             place,

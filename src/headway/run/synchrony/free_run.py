@@ -12,9 +12,11 @@ A run that repeats a history lets each holder handle its messages in the recorde
 
 A process that dies is noticed by its channels. Holders note it, wait for it no more, and drop what
 it has sent; a run whose servers or centre it had ends. The models of pairs and gossip die with
-their workers: so does their weight in the mean, which stays a mean of the others. In a replay the
-processes of dead workers live: each stops where a holder no longer answers it, and from there on
-only handles what its own holders have handled.
+their workers: so does their weight in the mean, which stays a mean of the others. A worker may come
+back in a new process (`rejoining`), with a new life: its program begins with a later step, and with
+what servers, the centre or another worker have. In a replay the processes of dead workers live:
+each stops where a holder no longer answers it, and from there on only handles what its own holders
+have handled, until its next life begins.
 """
 
 from __future__ import annotations
@@ -28,21 +30,32 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from headway.channel.channel import Channel, wait_any
-from headway.errors import HeadwayError, PeerLost, Stalled
+from headway.errors import HeadwayError, PeerLost, RunError, Stalled
 from headway.plans import Plan
+from headway.run.distributed.launch_env import NobodyLeft
 from headway.run.step.record import AgreementRecord
 from headway.run.synchrony.agreement_recorder import AgreementRecorder
 from headway.run.synchrony.bundle import Bundle
 from headway.run.synchrony.local_holders import LocalHolders, Request
 from headway.run.synchrony.messages import MessageLink, MessageReader
+from headway.run.synchrony.rejoining import (
+    Call,
+    Greeting,
+    call,
+    calls_for,
+    note_presence,
+    one_at_a_time,
+    open_channels,
+)
 from headway.run.synchrony.replica import (
     InitialShare,
     ModelReplica,
@@ -55,8 +68,8 @@ from headway.run.synchrony.replica import (
 from headway.run.synchrony.rounds import WorkerPlace
 from headway.synchrony.actors import Address, Compute, Gradient, Outgoing, Sender
 from headway.synchrony.driving import WorkerSeat
-from headway.synchrony.history import History, Undone
-from headway.synchrony.merging import Gossip, Model, Pair, mixed
+from headway.synchrony.history import History, Joined, Resumed, Undone
+from headway.synchrony.merging import Gossip, Halve, Model, Pair, Read, mixed
 from headway.synchrony.programs import AgreementRun, make_run, server_places
 from headway.synchrony.snapshots import Snapshots
 from headway.synchrony.waits import NO_TIME, HolderTime, split_wait
@@ -68,6 +81,8 @@ if TYPE_CHECKING:
 FOR_EVER = 1e9
 """Seconds; a death is noticed at once."""
 _TICK_SECONDS = 0.5
+_CALL_SECONDS = 0.1
+"""How often to look for one that comes back, while somebody is gone."""
 _LENIENCE = 1.25
 """Of a worker beside a holder, which knows better who is missing."""
 
@@ -84,18 +99,27 @@ class Farewell:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a holder of the sending rank answers the receiving rank's worker, and when it did."""
+    """What a holder of the sending rank answers the receiving rank's worker.
+
+    Attributes:
+        life: Of the worker; in a replay one may come that was for an earlier one.
+        number: Of the message, where a model answers it at once.
+        spent: When it was answered.
+    """
 
     holder: Address
     value: Any
+    life: int = 0
+    number: int = -1
     spent: HolderTime = NO_TIME
 
 
 @dataclass(frozen=True)
 class Over:
-    """In a replay: for a holder of the sending rank the receiving rank's worker is dead."""
+    """In a replay: for a holder of the sending rank a life of the receiving worker is over."""
 
     holder: Address
+    life: int
 
 
 @dataclass(frozen=True)
@@ -126,6 +150,7 @@ class _Parts:
         named: Mapping[str, nn.Parameter],
         optimizer: Optimizer,
         snapshots: Snapshots,
+        joined: Joined | None = None,
     ) -> None:
         rules = self.rules = plan.synchrony
         self.named, self.optimizer = named, optimizer
@@ -148,7 +173,9 @@ class _Parts:
         self.replica = own
         # Holders of other ranks, and programs of other workers, are made and never used.
         replicas = [own] * plan.workers
-        self.run: AgreementRun = make_run(rules, replicas, self.shares, seed=0, snapshots=snapshots)
+        self.run: AgreementRun = make_run(
+            rules, replicas, self.shares, seed=0, snapshots=snapshots, joined=joined
+        )
         self.program = self.run.programs[worker]
         self.holders = {a: h for a, h in self.run.holders.items() if self.run.places[a] == worker}
 
@@ -172,7 +199,8 @@ class FreeRun:
     Attributes:
         met: Whether all workers have the same model now.
         over: This worker has died here, in the run that is repeated: it makes no more steps.
-        gone: The workers that have died, as far as this rank knows.
+        gone: The workers that have died and not come back, as far as this rank knows.
+        remarks: What has happened to others, for whoever follows the run; to be taken away.
         snapshots: When this rank's worker asks for what a checkpoint has to hold.
     """
 
@@ -184,10 +212,13 @@ class FreeRun:
         named: Mapping[str, nn.Parameter],
         optimizer: Optimizer,
         history: History | None = None,
+        *,
+        buffers: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.met = True
         self.over = False
         self.gone: set[int] = set()
+        self.remarks: list[str] = []
         self._plan, self._place, self._world = plan, place, world
         # One worker alone has met the others, and may save, after every step.
         self.snapshots = Snapshots(every=int(plan.workers == 1))
@@ -201,12 +232,16 @@ class FreeRun:
         self._finished = False
         self._wanted: Compute | None = None
         self._seat: WorkerSeat | None = None
-        self._holding = threading.Lock()
+        self._holding = threading.RLock()
         self._local: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._error: HeadwayError | None = None
         self._present = set(range(plan.workers))
-        self._numbers: dict[Address, int] = defaultdict(int)
-        self._sent: dict[Address, tuple[int, Any]] = {}
+        self._life = 0
+        self._lives: dict[int, int] = defaultdict(int)
+        self._buffers = buffers or {}
+        self._initial: list[Tensor] = []
+        self._numbers: dict[tuple[Sender, Address], int] = defaultdict(int)
+        self._sent: dict[Address, _Sent] = {}
         self._asked_at: dict[Address, float] = {}
         self._seen: dict[int, float] = {}
         self._looked = monotonic()
@@ -217,7 +252,12 @@ class FreeRun:
 
     def _new_holders(self, history: History) -> LocalHolders:
         return LocalHolders(
-            self._parts.holders, history, self._send_on, self._tell_over, self._recorder
+            self._parts.holders,
+            self._place.worker,
+            history,
+            self._send_on,
+            self._tell_over,
+            self._recorder,
         )
 
     @property
@@ -268,13 +308,34 @@ class FreeRun:
         self._undone = history.undone(self._place.worker)
         self.gone = history.dead()
 
+    def go_on_with(self, history: History, began: int) -> None:
+        """This process is a new life of its worker.
+
+        Args:
+            history: What the lives before have noted.
+            began: The steps that had been made when this attempt began.
+        """
+        self._holders = self._new_holders(history)
+        self.snapshots.begin(began)
+
     def begin(self, steps_done: int) -> None:
-        """Begin with the model as it is now; once."""
+        """Begin with the model as it is now; once.
+
+        Raises:
+            CameTooLate: This process is a new life of its worker, and the others are about to end.
+            NobodyLeft: The same, and the others are gone.
+        """
         if self._seat is not None:
             return
         self._steps = steps_done
-        self.snapshots.begin(steps_done)
-        self._connect()
+        if life := self._world.place.life:
+            step = steps_done - self.snapshots.first
+            self._come_back(Joined(self._place.worker, life, step))
+        else:
+            self.snapshots.begin(steps_done)
+            self._connect()
+        if self._replayed is not None and self._replayed.lives(self._place.worker):
+            self._initial = [tensor.detach().clone() for tensor in self._tensors]
         self._seat = WorkerSeat(self._place.worker, self._parts.program, self._post)
         if self._replayed is not None:
             with self._holding:
@@ -351,6 +412,11 @@ class FreeRun:
             reader.channel.allow(self._world.timeout_seconds if patient else 0.1)
             reader.channel.close()
 
+    @property
+    def _tensors(self) -> list[Tensor]:
+        """All that a new process begins with."""
+        return [*self._parts.named.values(), *self._buffers.values()]
+
     def vote(self, wishes: bool) -> int:
         """Nobody waits for the others' wishes: a worker stops by its own."""
         return int(wishes)
@@ -390,23 +456,31 @@ class FreeRun:
     # -- the worker ----------------------------------------------------------------------------
 
     def _drive(self, result: Gradient | None) -> None:
-        """Go on until a gradient is wanted, or the program or this life of it has ended."""
-        seat = self._seat
-        assert seat is not None
-        try:
-            wanted = seat.resume(result)
-            while wanted is None and not seat.ended:
-                assert seat.waits is not None
-                begun = monotonic()
-                answer = self._answer(seat.awaits(seat.waits))
-                self._note_wait(seat.waits.cause, begun, answer)
-                if seat.answer(answer.holder, answer.value):
-                    wanted = seat.go_on()
-        except _LifeOver:
-            self.over, wanted = True, None
+        """Go on until a gradient is wanted, or the program and all its lives have ended."""
+        wanted, again = None, True
+        while again:
+            again = False
+            try:
+                wanted = self._until_gradient(result)
+            except _LifeOver:
+                result, again = None, self._live_again()
+                self.over = not again
         self._wanted = wanted
         if wanted is not None:
             self._parts.load(wanted.value)
+
+    def _until_gradient(self, result: Gradient | None) -> Compute | None:
+        seat = self._seat
+        assert seat is not None
+        wanted = seat.resume(result)
+        while wanted is None and not seat.ended:
+            assert seat.waits is not None
+            begun = monotonic()
+            answer = self._answer(seat.awaits(seat.waits))
+            self._note_wait(seat.waits.cause, begun, answer)
+            if seat.answer(answer.holder, answer.value):
+                wanted = seat.go_on()
+        return wanted
 
     def _note_wait(self, cause: str, begun: float, answer: Answer) -> None:
         """The worker has waited for an answer until now."""
@@ -441,31 +515,37 @@ class FreeRun:
         return None
 
     def _remote_answer(self, place: int) -> Answer | None:
+        reader = self._asking[place]
         try:
-            said = received(self._asking[place])
+            said = received(reader)
         except PeerLost:
             if self._replayed is not None or not self._may_lose(place):
                 raise
-            self._note_gone(place)
+            self._note_gone(place, reader)
             return None
-        if isinstance(said, Over):
-            self._ended_at.add(said.holder)
-        return said if isinstance(said, Answer) else None
+        match said:
+            case Over(holder=holder, life=life) if life == self._life:
+                self._ended_at.add(holder)
+            case Answer(holder=holder, life=life, number=number) if life == self._life:
+                sent = self._sent[holder]
+                stale = holder.kind == "model" and number != sent.number
+                return None if stale else said
+        return None
 
     def _undone_answer(self, holder: Address, place: int) -> Answer | None:
-        """The answer to a pair whose other model is gone: the model that was sent."""
-        number, message = self._sent[holder]
-        if not self._comes_to_nothing(place, number):
+        """The answer of a model that is gone: to a pair the model that was sent, else nothing."""
+        sent = self._sent[holder]
+        if not self._comes_to_nothing(place, sent):
             return None
-        assert isinstance(message, Pair)
-        self._note_undone(place, number)
-        return Answer(holder, message.model)
+        self._note_undone(place, sent.number)
+        value = sent.message.model if isinstance(sent.message, Pair) else None
+        return Answer(holder, value, self._life, sent.number)
 
-    def _comes_to_nothing(self, worker: int, number: int) -> bool:
+    def _comes_to_nothing(self, worker: int, sent: _Sent) -> bool:
         """Whether a message to the model of a worker finds it dead, live or as recorded."""
         if self._replayed is not None:
-            return (worker, number) in self._undone
-        return worker in self.gone
+            return (worker, sent.number) in self._undone
+        return worker in self.gone or sent.life < self._lives[worker]
 
     def _note_undone(self, worker: int, number: int) -> None:
         with self._holding:
@@ -473,24 +553,159 @@ class FreeRun:
 
     def _post(self, sender: Sender, to: Address, message: Any) -> None:
         """A message of this worker to a holder anywhere."""
-        place = self._parts.run.places[to]
-        assert place is not None
-        number = self._numbers[to]
-        self._numbers[to] += 1
-        self._sent[to] = number, message
-        self._asked_at[to] = monotonic()
-        foreign = to.kind == "model" and place != self._place.worker
-        if foreign and not isinstance(message, Pair) and self._comes_to_nothing(place, number):
-            self._note_undone(place, number)
-            if isinstance(message, Gossip):  # its weight is not lost: it comes back
-                self._post(sender, Address("model", self._place.worker), message)
-            return
-        request = Request(to, sender, message)
-        if place == self._place.worker:
-            with self._holding:
+        with self._holding:  # one that comes back does so before it or behind it
+            place = self._parts.run.places[to]
+            assert place is not None
+            request = self._request(sender, to, message)
+            self._asked_at[to] = monotonic()
+            sent = self._sent[to] = _Sent(request.number, message, self._lives[place])
+            if place == self._place.worker:
                 self._holders.take(request)
-        else:
+                return
+            unanswered = to.kind == "model" and not isinstance(message, _ANSWERED)
+            if unanswered and self._comes_to_nothing(place, sent):
+                self._note_undone(place, sent.number)
+                if isinstance(message, Gossip):  # its weight is not lost: it comes back
+                    self._post(sender, Address("model", self._place.worker), message)
+                return
             self._links["asking", place].post(request)
+
+    def _request(self, sender: Sender, to: Address, message: Any) -> Request:
+        number = self._numbers[sender, to]
+        self._numbers[sender, to] += 1
+        return Request(to, sender, message, number, self._life)
+
+    # -- lives ---------------------------------------------------------------------------------
+
+    def _live_again(self) -> bool:
+        """In a replay: begin the next life of this worker, if it had one."""
+        assert self._replayed is not None
+        worker = self._place.worker
+        lives = [one for one in self._replayed.lives(worker) if one.life > self._life]
+        if not lives:
+            return False
+        self._await_own_holders(lives[0])
+        with self._holding, torch.no_grad():
+            for tensor, initial in zip(self._tensors, self._initial, strict=True):
+                tensor.copy_(initial)
+            self._parts.optimizer.state.clear()
+            while not self._local.empty():
+                self._local.get()
+            self._ended_at.clear()
+            self._undone = self._replayed.undone(worker, lives[0].life)
+            self._begin_life(lives[0])
+            self._seat = WorkerSeat(worker, self._parts.program, self._post)
+        return True
+
+    def _await_own_holders(self, joined: Joined) -> None:
+        """Wait until the holders here have handled all that they did before."""
+        until = monotonic() + _LENIENCE * self._world.timeout_seconds
+        while monotonic() < until:
+            self._raise()
+            with self._holding:
+                if self._holders.ready_for(joined):
+                    return
+            sleep(_CALL_SECONDS)
+        raise RunError(
+            "the run that was repeated is another one than the recorded",
+            why=f"The holders of worker {joined.worker} have not got all messages that they had "
+            f"handled before its life {joined.life}.",
+            fix="Repeat it with the same plan, recipe and number of steps.",
+        )
+
+    def _begin_life(self, joined: Joined) -> None:
+        """Program and holders of a worker that has come back."""
+        parts = self._parts
+        self._life = joined.life
+        self.snapshots.step = self.snapshots.first + joined.step
+        self._numbers.clear()
+        self._parts = _Parts(
+            self._plan, joined.worker, parts.named, parts.optimizer, self.snapshots, joined
+        )
+        self._holders.begin_anew(self._parts.holders, joined)
+
+    def _come_back(self, joined: Joined) -> None:
+        """Find the others, as a new process."""
+        folder = self._world.place.note_folder
+        assert folder is not None
+        self._begin_life(joined)
+        with one_at_a_time(folder):
+            for peer in sorted(set(range(self._plan.workers)) - {joined.worker}):
+                made = call(
+                    folder, joined.worker, joined.life, joined.step, peer,
+                    self._world.timeout_seconds,
+                )  # fmt: skip
+                if made is None or not self._meet(folder, made, peer):
+                    self.gone.add(peer)
+                    self._present.discard(peer)
+                    if not self._may_lose(peer) or len(self._present) == 1:
+                        raise NobodyLeft
+            note_presence(folder, joined.worker)
+
+    def _meet(self, folder: Path, made: Call, peer: int) -> bool:
+        """Connect with a worker that has answered; whether it is still there."""
+        try:
+            self._link(peer, *open_channels(folder, self._place.worker, made, peer))
+            greeting = self._greeting(peer)
+        except (PeerLost, Stalled):
+            return False
+        self._lives[peer] = greeting.life
+        for sender, to, number in greeting.numbers:
+            self._holders.resume(to, Resumed(sender, greeting.life, number))
+        return True
+
+    def _greeting(self, peer: int) -> Greeting:
+        until = monotonic() + self._world.timeout_seconds
+        while monotonic() < until:
+            said = received(self._asked[peer])
+            if isinstance(said, Greeting):
+                return said
+        raise self._silent(peer, "does not greet a worker that has come back")
+
+    def _accept(self, heard: dict[int, MessageReader]) -> None:
+        """Let workers in that have come back; in the thread of the holders."""
+        folder = self._world.place.note_folder
+        if folder is None or not self.gone:
+            return
+        for made in calls_for(folder, self._place.worker):
+            # One whose end has not been noticed yet is let in a little later.
+            if made.worker in self.gone:
+                self._let_in(heard, folder, made)
+
+    def _let_in(self, heard: dict[int, MessageReader], folder: Path, made: Call) -> None:
+        with self._holding:
+            late = not self._present
+        made.answer.write_text("no" if late else "yes")
+        if late:
+            return
+        try:
+            channels = open_channels(folder, self._place.worker, made, made.worker)
+        except (PeerLost, Stalled):
+            return
+        with self._holding:
+            if not self._present:  # all have ended meanwhile
+                for channel in channels:
+                    channel.close()
+                return
+            self._link(made.worker, *channels)
+            heard[made.worker] = self._asked[made.worker]
+            self._links["asking", made.worker].post(self._greeting_for(made.worker))
+            if self._place.worker not in self._present:
+                self._links["asking", made.worker].post(Farewell(last=False))
+            self.gone.discard(made.worker)
+            self._present.add(made.worker)
+            self._lives[made.worker] = made.life
+            step = self.snapshots.first + made.step + 1
+            self.remarks.append(f"worker {made.worker} is back, with step {step}")
+            self._holders.join(Joined(made.worker, made.life, made.step))
+
+    def _greeting_for(self, worker: int) -> Greeting:
+        places = self._parts.run.places
+        here = [a for a in places if places[a] == worker]
+        servers = [address for address in self._parts.holders if address.kind == "server"]
+        own: list[Sender] = [self._place.worker, *servers]
+        numbers = tuple((s, to, self._numbers[s, to]) for to in here for s in own)
+        return Greeting(self._life, numbers)
 
     # -- the holders ---------------------------------------------------------------------------
 
@@ -499,9 +714,10 @@ class FreeRun:
         heard = dict(self._asked)
         waits = _Waits(self._world.timeout_seconds)
         try:
-            while heard:
+            while heard or self._present:
                 for reader in self._ready(heard):
                     self._hear(heard, reader)
+                self._accept(heard)
                 with self._holding:
                     waits.look(self._holders.missing())
         except HeadwayError as error:
@@ -510,9 +726,13 @@ class FreeRun:
     def _ready(self, heard: dict[int, MessageReader]) -> list[MessageReader]:
         """Whose next part has come, after a while at most; drops those that are gone."""
         channels = [reader.channel for reader in heard.values()]
+        seconds = _CALL_SECONDS if self.gone or not channels else _TICK_SECONDS
+        if not channels:
+            sleep(seconds)
+            return []
         try:
             self._see(channels, self._looked)  # it came while this rank was busy
-            first = wait_any(channels, timeout=_TICK_SECONDS)
+            first = wait_any(channels, timeout=seconds)
             self._looked = monotonic()
             self._see(channels, self._looked)
             return [heard[self._worker_of(first)]]
@@ -561,6 +781,7 @@ class FreeRun:
             raise error
         with self._holding:
             self.gone.add(peer)
+            self.remarks.append(f"worker {peer} has died: the others go on")
             self._holders.lose(peer)
             self._present.discard(peer)
             self._part_last()
@@ -570,10 +791,11 @@ class FreeRun:
         places = self._parts.run.places.items()
         return self._plan.survives and not any(p == peer and a.kind in _NEEDED for a, p in places)
 
-    def _note_gone(self, peer: int) -> None:
+    def _note_gone(self, peer: int, reader: MessageReader) -> None:
         """The worker has seen the death of a process; the thread of the holders will, too."""
         with self._holding:
-            self.gone.add(peer)
+            if self._asking[peer] is reader:  # else it has come back since
+                self.gone.add(peer)
 
     def _part(self, farewell: Farewell) -> None:
         for (kind, _), link in self._links.items():
@@ -585,21 +807,22 @@ class FreeRun:
         if not self._present:
             self._part(Farewell(last=True))
 
-    def _tell_over(self, holder: Address, worker: int) -> None:
+    def _tell_over(self, holder: Address, worker: int, life: int) -> None:
         if worker != self._place.worker:
-            self._links["asked", worker].post(Over(holder))
+            self._links["asked", worker].post(Over(holder, life))
 
-    def _send_on(self, holder: Address, sent: Outgoing) -> None:
+    def _send_on(self, holder: Address, sent: Outgoing, life: int, number: int) -> None:
         if isinstance(sent.to, Address):
             place = self._parts.run.places[sent.to]
             assert place is not None
-            request = Request(sent.to, holder, sent.value)
+            request = self._request(holder, sent.to, sent.value)
             if place == self._place.worker:
                 self._holders.take(request)
             else:
                 self._links["asking", place].post(request)
             return
-        answer = Answer(holder, sent.value, self._holders.spent(holder, sent.to))
+        spent = self._holders.spent(holder, sent.to)
+        answer = Answer(holder, sent.value, life, number, spent)
         if sent.to == self._place.worker:
             self._local.put(answer)
         else:
@@ -621,22 +844,25 @@ class FreeRun:
 
     def _connect(self) -> None:
         """Two channels to each other rank; collective."""
-        rank = self._place.worker
         for peer in range(self._plan.workers):
-            if peer == rank:
-                continue
-            first, second = (
-                (self._asking, self._asked) if rank < peer else (self._asked, self._asking)
-            )
-            for readers in (first, second):
-                channel = Channel(
-                    self._place.peers[peer], slots=4, timeout=self._world.timeout_seconds
-                )
-                # Nobody need ask anything for a long time; a death is noticed at once.
-                channel.allow(FOR_EVER)
-                readers[peer] = MessageReader(channel)
-            self._links["asking", peer] = MessageLink(self._asking[peer].channel)
-            self._links["asked", peer] = MessageLink(self._asked[peer].channel)
+            if peer != self._place.worker:
+                seconds = self._world.timeout_seconds
+                rank = self._place.peers[peer]
+                channels = [Channel(rank, slots=4, timeout=seconds) for _ in range(2)]
+                self._link(peer, *channels)
+
+    def _link(self, peer: int, first: Channel, second: Channel) -> None:
+        """Use two new channels to another rank: one for what is asked there, one for here."""
+        for channel in (first, second):
+            # Nobody need ask anything for a long time; a death is noticed at once.
+            channel.allow(FOR_EVER)
+        if self._place.worker > peer:
+            first, second = second, first
+        self._asking[peer], self._asked[peer] = MessageReader(first), MessageReader(second)
+        for kind, channel in (("asking", first), ("asked", second)):
+            if (before := self._links.get((kind, peer))) is not None:
+                before.close(0)
+            self._links[kind, peer] = MessageLink(channel)
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -720,6 +946,21 @@ class FreeRun:
 
 
 _NEEDED = ("server", "centre")
+_ANSWERED = (Pair, Read, Halve)
+"""Messages to another's model that want an answer."""
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """The last message to a holder.
+
+    Attributes:
+        life: Of the worker that the holder lives with, as far as was known.
+    """
+
+    number: int
+    message: Any
+    life: int
 
 
 def _ends(address: Address) -> bool:

@@ -16,18 +16,30 @@ from typing import Any
 from headway.errors import RunError
 from headway.run.synchrony.agreement_recorder import AgreementRecorder
 from headway.synchrony.actors import Address, Holder, Outgoing, Sender
-from headway.synchrony.history import Died, Entry, Handled, History, Undone
+from headway.synchrony.history import Died, Entry, Handled, History, Joined, Resumed, Undone
 from headway.synchrony.merging import Centre, Gossip, Model, Pair, Pull
 from headway.synchrony.waits import HolderTime
 
 
 @dataclass(frozen=True)
 class Request:
-    """A message for a holder of the receiving rank."""
+    """A message for a holder of the receiving rank.
+
+    Attributes:
+        number: How many messages of the sender's life to this holder came before.
+        life: Of the sending process, from 0.
+    """
 
     holder: Address
     sender: Sender
     message: Any
+    number: int = 0
+    life: int = 0
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Among all messages of the sender to this holder."""
+        return self.life, self.number
 
 
 class LocalHolders:
@@ -35,8 +47,11 @@ class LocalHolders:
 
     Args:
         holders: Those of this rank.
-        send: Called with a holder and what it sends.
-        over: Called with a holder and a worker that is dead there: in a replay its process lives.
+        owner: The worker of this rank.
+        send: Called with a holder, what it sends, the life of the worker that this is for, and the
+            number of the message that is handled.
+        over: Called with a holder, a worker and a life of it that is over there: in a replay its
+            process lives.
         recorder: Told of models that meet here.
 
     Attributes:
@@ -46,16 +61,20 @@ class LocalHolders:
     def __init__(
         self,
         holders: Mapping[Address, Holder],
+        owner: int,
         history: History,
-        send: Callable[[Address, Outgoing], None],
-        over: Callable[[Address, int], None],
+        send: Callable[[Address, Outgoing, int, int], None],
+        over: Callable[[Address, int, int], None],
         recorder: AgreementRecorder,
     ) -> None:
         self.history = history
-        self._holders, self._send, self._over = holders, send, over
+        self._holders, self._owner, self._send, self._over = holders, owner, send, over
         self._recorder = recorder
         self._turns: dict[Address, deque[Entry]] | None = None
-        self._early: dict[tuple[Address, Sender], deque[Any]] = defaultdict(deque)
+        self._early: dict[tuple[Address, Sender], deque[Request]] = defaultdict(deque)
+        # Messages that have gone to a life that is over, or that nobody has got, are not handled.
+        self._first: dict[tuple[Address, Sender], tuple[int, int]] = {}
+        self._lives: dict[tuple[Address, int], int] = defaultdict(int)
         self._done: dict[tuple[Address, Sender], tuple[float, float]] = {}
 
     def repeat(self, recorded: History) -> None:
@@ -72,10 +91,12 @@ class LocalHolders:
         """
         self._done[request.holder, request.sender] = (since or monotonic(), 0.0)
         if self._turns is None:
-            self._handle(request.holder, request.sender, request.message)
+            self._handle(request)
             return
-        self._early[request.holder, request.sender].append(request.message)
-        self._advance(request.holder)
+        key = request.holder, request.sender
+        if request.place >= self._first.get(key, (0, 0)):
+            self._early[key].append(request)
+            self._advance(request.holder)
 
     def spent(self, holder: Address, worker: int) -> HolderTime:
         """On the last message of a worker, which is answered now."""
@@ -87,15 +108,47 @@ class LocalHolders:
     def lose(self, worker: int) -> None:
         """A worker has died; holders that live with it are gone, too."""
         for holder in self._holders:
-            self._lose(holder, worker)
+            self._enter(holder, Died(worker))
+
+    def join(self, joined: Joined) -> None:
+        """A worker has come back."""
+        for holder in self._holders:
+            self._enter(holder, joined)
+
+    def begin_anew(self, holders: Mapping[Address, Holder], joined: Joined) -> None:
+        """The worker of this rank has come back, and its holders with it."""
+        self._holders = holders
+        for holder in holders:
+            self.history.add(holder, joined)
+            self._lives[holder, self._owner] = joined.life
+            self._begin_at(holder, self._owner, (joined.life, 0))
+            if self._turns is not None:
+                assert self._turns[holder][0] == joined
+                self._turns[holder].popleft()
+                self._advance(holder)
+
+    def resume(self, holder: Address, resumed: Resumed) -> None:
+        """To a holder that has come back, messages of somebody come from a number on."""
+        self._enter(holder, resumed)
 
     def note(self, holder: Address, entry: Entry) -> None:
         """Something that no other process has had a part in."""
         self.history.add(holder, entry)
 
     def ended(self, holder: Address) -> bool:
-        """Whether a holder handles nothing any more: the end of its log, where one is repeated."""
-        return self._turns is not None and not self._turns[holder]
+        """Whether a holder handles nothing any more in this life, where a run is repeated."""
+        if self._turns is None:
+            return False
+        turns = self._turns[holder]
+        return not turns or self._is_anew(turns[0])
+
+    def ready_for(self, joined: Joined) -> bool:
+        """Whether all that the holders had to do in the life before is done, in a replay."""
+        assert self._turns is not None
+        return all(turns and turns[0] == joined for turns in self._turns.values())
+
+    def _is_anew(self, entry: Entry) -> bool:
+        return isinstance(entry, Joined) and entry.worker == self._owner
 
     def missing(self) -> Sequence[int]:
         """Workers without whose messages others are not answered."""
@@ -118,32 +171,55 @@ class LocalHolders:
     def _advance(self, holder: Address) -> None:
         assert self._turns is not None
         turns = self._turns[holder]
-        while turns:
+        while turns and not self._is_anew(turns[0]):
             match turns[0]:
                 case Handled(sender=sender):
                     early = self._early[holder, sender]
                     if not early:
                         return
                     turns.popleft()
-                    self._handle(holder, sender, early.popleft())
-                case Died(worker=worker):
-                    turns.popleft()
-                    self._lose(holder, worker)
-                    self._over(holder, worker)
+                    self._handle(early.popleft())
                 case Undone():  # noted again when the worker comes to it
                     turns.popleft()
+                case entry:
+                    turns.popleft()
+                    self._enter(holder, entry)
 
-    def _handle(self, holder: Address, sender: Sender, message: Any) -> None:
+    def _handle(self, request: Request) -> None:
+        holder, sender, message = request.holder, request.sender, request.message
         self.history.note(holder, sender)
         here = self._holders[holder]
         if isinstance(here, Centre | Model) and isinstance(message, Pull | Pair | Gossip):
             self._recorder.met(here.replica.read, message.model)
-        for sent in here.handle(sender, message):
-            self._send(holder, sent)
+        self._send_all(holder, here.handle(sender, message), request.number)
         came, _ = self._done.get((holder, sender), (monotonic(), 0.0))
         self._done[holder, sender] = (came, monotonic())
 
-    def _lose(self, holder: Address, worker: int) -> None:
-        self.history.add(holder, Died(worker))
-        for sent in self._holders[holder].lose(worker):
-            self._send(holder, sent)
+    def _enter(self, holder: Address, entry: Entry) -> None:
+        """Note what has happened to a sender, and let the holder know."""
+        self.history.add(holder, entry)
+        here = self._holders[holder]
+        match entry:
+            case Died(worker=worker):
+                self._send_all(holder, here.lose(worker))
+                if self._turns is not None:
+                    self._over(holder, worker, self._lives[holder, worker])
+            case Joined(worker=worker, life=life, step=step):
+                self._lives[holder, worker] = life
+                self._begin_at(holder, worker, (life, 0))
+                self._send_all(holder, here.join(worker, step))
+            case Resumed(sender=sender, life=life, number=number):
+                if isinstance(sender, int):
+                    self._lives[holder, sender] = life
+                self._begin_at(holder, sender, (life, number))
+
+    def _begin_at(self, holder: Address, sender: Sender, place: tuple[int, int]) -> None:
+        self._first[holder, sender] = place
+        early = self._early[holder, sender]
+        while early and early[0].place < place:
+            early.popleft()
+
+    def _send_all(self, holder: Address, found: Sequence[Outgoing], number: int = -1) -> None:
+        for sent in found:
+            life = self._lives[holder, sent.to] if isinstance(sent.to, int) else 0
+            self._send(holder, sent, life, number)

@@ -114,7 +114,7 @@ class GroupRun:
         apart: Ranks hold parts of the model; else each has all of it.
 
     Attributes:
-        met, over, gone: As of `FreeRun`.
+        met, over, gone, remarks: As of `FreeRun`.
         saving: A Gloo group of the ranks of this worker for checkpoints alone.
     """
 
@@ -131,6 +131,7 @@ class GroupRun:
     ) -> None:
         self.met, self.over = True, False
         self.gone: frozenset[int] = frozenset()
+        self.remarks: list[str] = []
         self.history = History()
         self._plan, self._place, self._world = plan, place, world
         self._held, self._optimizer, self._apart = held, optimizer, apart

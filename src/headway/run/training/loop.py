@@ -8,6 +8,7 @@ through its `Journal`. A restart is a start that finds a checkpoint.
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from headway.checkpoint.save_plan import Holdings
 from headway.checkpoint.store import CheckpointStore
 from headway.data import CachedSource, Cursor, RankBatch
+from headway.documents import parse_json
 from headway.errors import (
     CheckpointError,
     CheckpointMismatch,
@@ -33,7 +35,7 @@ from headway.errors import (
 )
 from headway.plans import explain, with_collective
 from headway.run.distributed.failure_record import summarize_exception
-from headway.run.distributed.launch_env import LaunchEnv
+from headway.run.distributed.launch_env import CameTooLate, LaunchEnv
 from headway.run.distributed.world import World, translate_exception
 from headway.run.executor import Executor, check_metrics
 from headway.run.recipe.batch_units import counts_samples, steps_left, stop_steps
@@ -56,6 +58,7 @@ from headway.run.strategy.checkpoint import (
 )
 from headway.run.strategy.training_state import Facts, TrainingState
 from headway.run.synchrony.free_run import FreeRun
+from headway.run.synchrony.rejoining import first_step, is_there, note_presence
 from headway.run.synchrony.worker_group import GroupRun, UnmetRun
 from headway.run.training.callbacks import Callbacks, RunView
 from headway.run.training.job import TrainingOutcome, TrainJob
@@ -65,7 +68,7 @@ from headway.run.training.monitor import Monitor
 from headway.run.training.run_directory import (
     RunDirectory,
     describe_environment,
-    last_step,
+    noted_steps,
 )
 from headway.synchrony.history import History, merged
 
@@ -118,6 +121,8 @@ class Training:
         own = (LoggerCallback(loggers), *self._recipe.callbacks)
         self._callbacks = Callbacks(() if job.proving else own)
         given = job.find(world) if job.find is not None else job.plan
+        if world.place.life:  # the others have it
+            given = self._directory.plan_file
         self._plan = recipe_plan(self._recipe, given, world.ranks)
         if job.collective is not None:
             self._plan = with_collective(self._plan, job.collective, job.carrier)
@@ -127,7 +132,8 @@ class Training:
         """Build everything and restore a checkpoint, if any; returns the steps of the run."""
         self._build()
         self._cut()
-        cursor = self._restore()
+        cursor = self._cursor()
+        self._began = self.executor.steps_done
         length = recipe_epoch_length(self._recipe, self._data)
         total = stop_steps(self._recipe, length)
         if counts_samples(self._recipe, length):
@@ -139,9 +145,11 @@ class Training:
         self._check_replayed(total)
         self._announce(total)
         self._view = RunView(self.executor, self._directory.path, total)
+        skip = self._come_back(total) if self._world.place.life else 0
         loader = self.executor.loader(
             self._data,
             cursor=cursor,
+            skip=skip,
             epochs=None,
             workers=self._recipe.workers,
             drop_last=self._recipe.drop_last,
@@ -160,7 +168,11 @@ class Training:
         # Later attempts of the same launch go on in a directory that is already described, unless
         # the first one was killed before.
         first = world.place.attempt == 0 or job.resume
-        if world.rank == 0 and (first or not self._directory.recipe_file.exists()):
+        if (
+            world.rank == 0
+            and not world.place.life
+            and (first or not self._directory.recipe_file.exists())
+        ):
             self._directory.check_free(resume=job.resume)
             self._directory.describe(
                 describe_recipe(self._recipe, job.recipe),
@@ -218,6 +230,9 @@ class Training:
                 rank, ranks = dist.get_rank(rounds.saving), dist.get_world_size(rounds.saving)
                 group = rounds.saving
             else:
+                if world.place.life:
+                    began, _, _ = self._noted_start()
+                    rounds.go_on_with(History.load(self._history, killed=True), began)
                 rounds.snapshots.every = rounds.snapshots.every or recipe.checkpoint_every
             if rounds.first:
                 rounds.history.append_to(self._history)
@@ -288,6 +303,7 @@ class Training:
         ):
             return
         self._world.part()
+        note_presence(note_folder, self._world.rank)
         for name in ("needed", "free") if free.needed else ("free",):
             (note_folder / f"{name}-{self._world.rank:05d}").touch()
 
@@ -296,13 +312,40 @@ class Training:
         assert self._free is not None
         if self._job.replay is not None:
             return
-        for worker in sorted(self._free.gone):
-            step = last_step(self._directory.rank_file(worker))
-            text = (
-                f"worker {worker} died after step {step}: {total - step} of its steps were not made"
-            )
-            self._lost.append(text)
-            self._journal.event("warning", step=self.executor.steps_done, text=text)
+        for worker in range(self._plan.workers):
+            back = [str(self._began + one.step + 1) for one in self._free.history.lives(worker)]
+            gone = worker in self._free.gone
+            if not gone and not back:
+                continue
+            made = self._steps_of(worker)
+            lost = f"{total - self._began - len(set(made))} of its steps were not made"
+            text = f"worker {worker} died" + (f" after step {made[-1]}" if gone and made else "")
+            if back:
+                text += f"{', having come' if gone else ' and came'} back with {_listed(back)}"
+            self._lost.append(f"{text}: {lost}")
+            self._journal.event("warning", step=self.executor.steps_done, text=f"{text}: {lost}")
+
+    def _steps_of(self, worker: int) -> list[int]:
+        return noted_steps(self._directory.rank_file(worker), self._world.place.attempt)
+
+    def _come_back(self, total: int) -> int:
+        """As a new process of a worker that has died: the steps that are made or left out."""
+        place, folder = self._world.place, self._world.place.note_folder
+        assert self._free is not None
+        assert folder is not None
+        others = [
+            max(self._steps_of(other), default=self._began)
+            for other in range(self._plan.workers)
+            if other != place.rank and is_there(folder, other)
+        ]
+        own = max(self._steps_of(place.rank), default=self._began)
+        step = first_step(self._plan.synchrony, own, others)
+        if step >= total:
+            raise CameTooLate
+        self.executor.skip(step - self._began)
+        if self._used is not None:
+            self._used += (step - self._began) * self._plan.batch.samples
+        return step - self._began
 
     def _cut(self) -> None:
         # Before a checkpoint is read: each rank reads only what it keeps.
@@ -330,6 +373,31 @@ class Training:
                 "normalisation sees one micro-batch at a time, so this run is not exactly the "
                 'serial one; norm = "global" without micro-batches, or GroupNorm, would be',
             )
+
+    @property
+    def _start_note(self) -> Path | None:
+        """Where a worker notes how it begins, for itself in another life."""
+        folder = self._world.place.note_folder
+        return None if folder is None else folder / f"start-{self._world.rank:05d}"
+
+    def _noted_start(self) -> tuple[int, int | None, dict[str, Any]]:
+        """Steps and samples before this attempt, and where its data begin."""
+        assert self._start_note is not None
+        steps, used, begins = parse_json(self._start_note.read_text())
+        return steps, used, begins
+
+    def _cursor(self) -> Cursor:
+        """Where the data begin; of a process that comes back where they began for the first."""
+        if self._world.place.life:
+            # Of the checkpoint no more is needed: parameters are what the others have.
+            self.executor.steps_done, self._used, begins = self._noted_start()
+            return Cursor.from_dict(begins)
+        cursor = self._restore()
+        if self._start_note is not None:
+            # Without the state of a stream, which then reads to the position.
+            begins = replace(cursor, stream=None).to_dict()
+            self._start_note.write_text(json.dumps([self.executor.steps_done, self._used, begins]))
+        return cursor
 
     def _restore(self) -> Cursor:
         """The position to start from: that of the newest sound checkpoint, or the beginning."""
@@ -361,7 +429,7 @@ class Training:
         return cursor
 
     def _announce(self, total: int) -> None:
-        if self._world.rank == 0:
+        if self._world.rank == 0 and not self._world.place.life:
             self._directory.add_to_recipe({"optimizer options": self._options})
         tokens = self._recipe.tokens_per_sample
         expected = self._plan.prediction
@@ -475,9 +543,9 @@ class Training:
         self._after = batch.after
         if self._used is not None:
             self._used += batch.samples
-        remarks = run.strategy.context.remarks
-        while remarks:
-            self._journal.event("note", step=run.steps_done, text=remarks.pop(0))
+        for remarks in (run.strategy.context.remarks, self._free.remarks if self._free else []):
+            while remarks:
+                self._journal.event("note", step=run.steps_done, text=remarks.pop(0))
         view, seconds = self._view, perf_counter() - start
         view.loss, view.rate = run.record.loss, run.record.samples / seconds
         view.lr = float(self.trained.optimizer.param_groups[0]["lr"])
@@ -620,6 +688,10 @@ def _is_option(name: str, value: Any) -> bool:
     return name != "params" and isinstance(value, int | float | str | tuple) and value is not False
 
 
+def _listed(steps: list[str]) -> str:
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {', '.join(steps)}"
+
+
 def _due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
 
@@ -657,7 +729,9 @@ def train(place: LaunchEnv, job: TrainJob) -> TrainingOutcome:
     try:
         with importable_folders(*folders), ExitStack() as stack:
             world = stack.enter_context(
-                World.join(
+                World.come_back(place, device=job.device, timeout_seconds=job.timeout_seconds)
+                if place.life
+                else World.join(
                     place,
                     device=job.device,
                     timeout_seconds=job.timeout_seconds,

@@ -195,15 +195,16 @@ def _next_free(name: str) -> Path:
     raise RunDirectoryTaken("no free directory name for the run", where=str(RUNS / name))
 
 
-def last_step(path: Path) -> int:
-    """The last step in the file of a rank; 0: none."""
-    rows = path.read_bytes().splitlines() if path.exists() else []
-    for line in reversed(rows):
+def noted_steps(path: Path, attempt: int) -> list[int]:
+    """The steps that a rank has made in an attempt, by its file, in their order."""
+    found = []
+    for line in path.read_bytes().splitlines() if path.exists() else []:
         with suppress(ValueError):  # the last line of a process that was killed
             row = parse_json(line)
-            if isinstance(row, dict) and row.get("event") == "rank_step":
-                return int(row["step"])
-    return 0
+            made = isinstance(row, dict) and row.get("event") == "rank_step"
+            if made and row.get("attempt", 0) == attempt:
+                found.append(int(row["step"]))
+    return found
 
 
 def describe_environment(*, torch_version: str, device: str, backend: str) -> dict[str, object]:

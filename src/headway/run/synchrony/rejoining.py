@@ -1,0 +1,149 @@
+"""How a worker that comes back in a new process finds the others again, on one machine.
+
+The processes of a run that outlives deaths have left the process group (`World.part`), and meet in
+the folder of notes: the one that comes back leaves a call for each of the others, whose thread of
+holders looks for calls while somebody is gone; then both open channels. One comes back at a time,
+so that no two wait for each other.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, sleep
+
+from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
+
+from headway.channel.channel import Channel
+from headway.plans.synchrony import Synchrony
+from headway.run.distributed.launch_env import CameTooLate
+from headway.synchrony.actors import Address, Sender
+
+_POLL_SECONDS = 0.02
+CHANNEL_SECONDS = 20.0
+"""For both ends to open their channels, once each knows that the other does."""
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """What a worker tells one that has come back, before anything else.
+
+    Attributes:
+        life: Of the sending process, from 0.
+        numbers: Which number the next message has: its sender, for whom, and the number.
+    """
+
+    life: int
+    numbers: tuple[tuple[Sender, Address, int], ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Of a worker that has come back, for one of the others.
+
+    Attributes:
+        life: The number of its life, from 1.
+        step: The first one that it makes, from 0.
+    """
+
+    worker: int
+    life: int
+    step: int
+    path: Path
+
+    @property
+    def answer(self) -> Path:
+        return self.path.with_name(self.path.name.replace("call", "answer", 1))
+
+
+def first_step(rules: Synchrony, own: int, others: list[int]) -> int:
+    """The step, from 0, with which a worker comes back: where the slowest of the others is.
+
+    It makes no step twice, and none that a replay of the life before may enter, where it notices
+    its death only when it hears nothing of the others.
+
+    Args:
+        own: Steps that it has noted as made.
+        others: Steps that each of the others has made.
+    """
+    quiet = max(rules.fetch_every, rules.push_every, rules.local_steps)
+    return max(own + 2 + quiet, min(others, default=0))
+
+
+def calls_for(folder: Path, rank: int) -> list[Call]:
+    """The calls for a rank that have not been answered."""
+    found = []
+    for path in sorted(folder.glob(f"call-*-{rank:05d}")):
+        _, worker, life, _ = path.name.split("-")
+        with suppress(OSError, ValueError):
+            call = Call(int(worker), int(life), int(path.read_text()), path)
+            if not call.answer.exists():
+                found.append(call)
+    return found
+
+
+def open_channels(folder: Path, rank: int, call: Call, peer: int) -> tuple[Channel, Channel]:
+    """The channels of a worker that has come back and another, the same two at both ends.
+
+    Raises:
+        PeerLost: The other end is gone.
+        Stalled: It does not come.
+    """
+    meeting = FileStore(str(folder / "rejoining"), -1)
+    store = PrefixStore(call.path.name, meeting)
+    first, second = (
+        Channel(peer, slots=4, store=store, rank=rank, timeout=CHANNEL_SECONDS) for _ in range(2)
+    )
+    return first, second
+
+
+def call(folder: Path, rank: int, life: int, step: int, peer: int, seconds: float) -> Call | None:
+    """Call one of the others, and wait for its answer; None: it is gone.
+
+    Raises:
+        CameTooLate: It is about to end.
+    """
+    path = folder / f"call-{rank:05d}-{life}-{peer:05d}"
+    made = Call(rank, life, step, path)
+    aside = folder / f".{path.name}"
+    aside.write_text(str(step))
+    aside.replace(path)
+    until = monotonic() + seconds
+    while monotonic() < until:
+        if made.answer.exists():
+            if made.answer.read_text() == "yes":
+                return made
+            raise CameTooLate
+        if not is_there(folder, peer):
+            break
+        sleep(_POLL_SECONDS)
+    path.unlink(missing_ok=True)
+    if any((folder / f"{note}-{peer:05d}").exists() for note in ("ended", "result")):
+        raise CameTooLate
+    return None
+
+
+def note_presence(folder: Path, rank: int) -> None:
+    """From now on this process answers calls."""
+    (folder / f"there-{rank:05d}").write_text(str(os.getpid()))
+
+
+def is_there(folder: Path, rank: int) -> bool:
+    """Whether a rank has a process that answers calls: no longer one that comes back itself."""
+    try:
+        os.kill(int((folder / f"there-{rank:05d}").read_text()), 0)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+@contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """While a worker comes back; the kernel lets the next one go on if this one dies."""
+    with (folder / "comes-back").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
