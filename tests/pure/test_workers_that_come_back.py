@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from headway.plans import Synchrony
-from headway.run.synchrony.rejoining import first_step
 from headway.synchrony.actors import Address, Compute, Gradient
 from headway.synchrony.driving import MailRoom, WorkerSeat
 from headway.synchrony.history import Joined
-from headway.synchrony.programs import AgreementRun, make_run
+from headway.synchrony.programs import AgreementRun, first_step, make_run
 from headway.synchrony.servers import Leave, Parameters, Pull, Push, RoundServer, StreamServer
 from support.plain_replicas import Descent, Shares
 

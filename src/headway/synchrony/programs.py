@@ -101,6 +101,20 @@ def _of_first(worker: int, snapshots: Snapshots) -> Snapshots:
     return Snapshots() if worker else snapshots
 
 
+def first_step(synchrony: Synchrony, own: int, others: list[int]) -> int:
+    """The step, from 0, with which a worker comes back: where the slowest of the others is.
+
+    It makes no step twice, and none that a replay of the life before may enter, where it notices
+    its death only when it hears nothing of the others.
+
+    Args:
+        own: Steps that it has noted as made.
+        others: Steps that each of the others has made.
+    """
+    quiet = max(synchrony.fetch_every, synchrony.push_every, synchrony.local_steps)
+    return max(own + 2 + quiet, min(others, default=0))
+
+
 def rounds_program(
     synchrony: Synchrony,
     worker: int,

@@ -19,7 +19,6 @@ from time import monotonic, sleep
 from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
 from headway.channel.channel import Channel
-from headway.plans.synchrony import Synchrony
 from headway.run.distributed.launch_env import CameTooLate
 from headway.synchrony.actors import Address, Sender
 
@@ -58,20 +57,6 @@ class Call:
     @property
     def answer(self) -> Path:
         return self.path.with_name(self.path.name.replace("call", "answer", 1))
-
-
-def first_step(rules: Synchrony, own: int, others: list[int]) -> int:
-    """The step, from 0, with which a worker comes back: where the slowest of the others is.
-
-    It makes no step twice, and none that a replay of the life before may enter, where it notices
-    its death only when it hears nothing of the others.
-
-    Args:
-        own: Steps that it has noted as made.
-        others: Steps that each of the others has made.
-    """
-    quiet = max(rules.fetch_every, rules.push_every, rules.local_steps)
-    return max(own + 2 + quiet, min(others, default=0))
 
 
 def calls_for(folder: Path, rank: int) -> list[Call]:

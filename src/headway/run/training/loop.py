@@ -58,7 +58,7 @@ from headway.run.strategy.checkpoint import (
 )
 from headway.run.strategy.training_state import Facts, TrainingState
 from headway.run.synchrony.free_run import FreeRun
-from headway.run.synchrony.rejoining import first_step, is_there, note_presence
+from headway.run.synchrony.rejoining import is_there, note_presence
 from headway.run.synchrony.worker_group import GroupRun, UnmetRun
 from headway.run.training.callbacks import Callbacks, RunView
 from headway.run.training.job import TrainingOutcome, TrainJob
@@ -71,6 +71,7 @@ from headway.run.training.run_directory import (
     noted_steps,
 )
 from headway.synchrony.history import History, merged
+from headway.synchrony.programs import first_step
 
 
 class Training:
