@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from headway.run.distributed.world import World
 
 _MEETING = Address("meeting")
-_PART_BYTES = 1 << 23
-"""Of a model that is averaged: large against what an operation costs."""
 
 
 @dataclass(frozen=True)
@@ -235,18 +233,17 @@ class RoundsRun:
         model: Bundle = message.model
         if self._rules.merge == "elastic":  # the worker goes on from what it has sent
             model = Bundle(tuple(tensor.clone() for tensor in model.flat))
-        # In parts, so that one is divided while the next one travels.
-        sums = [
-            (dist.all_reduce(part, group=self._place.across, async_op=True), part)
+        # One operation a type: several at a time keep a slow link busy for longer than one does.
+        works = [
+            dist.all_reduce(tensor, group=self._place.across, async_op=True)
             for tensor in model.flat
-            for part in tensor.split(_PART_BYTES // tensor.element_size())
         ]
 
         def average() -> Bundle:
-            for work, part in sums:
+            for work, tensor in zip(works, model.flat, strict=True):
                 if work is not None:
                     work.wait()
-                part.mul_(share)
+                tensor.mul_(share)
             return model
 
         self._awaited.append(_Awaited(_MEETING, average))
