@@ -9,7 +9,7 @@ import pytest
 from headway.plans import Synchrony
 from headway.synchrony.actors import Address, Compute, Gradient
 from headway.synchrony.driving import MailRoom, WorkerSeat
-from headway.synchrony.history import Joined
+from headway.synchrony.history import Died, History, Joined, Resumed
 from headway.synchrony.programs import AgreementRun, first_step, make_run
 from headway.synchrony.servers import Leave, Parameters, Pull, Push, RoundServer, StreamServer
 from support.plain_replicas import Descent, Shares
@@ -145,3 +145,16 @@ def test_a_worker_comes_back_where_the_slowest_of_the_others_is() -> None:
     assert first_step(often, 10, [30, 25]) == 25
     assert first_step(often, 10, [11, 25]) == 13  # a replay of the life before may make step 12
     assert first_step(rare, 10, [11, 25]) == 17
+
+
+def test_one_that_comes_back_does_not_know_the_dead_of_its_life_before() -> None:
+    """Worker 2 died, then 1; both come back, 2 first: in the log of 1 only the death of 2 stands."""
+    history = History()
+    own, others = Address("model", 1), Address("model", 0)
+    for entry in (Died(2), Joined(1, 1, 7), Resumed(2, 1, 0)):
+        history.add(own, entry)
+    for entry in (Died(2), Died(1), Joined(2, 1, 6), Joined(1, 1, 7)):
+        history.add(others, entry)
+    assert history.dead() == set()
+    history.add(others, Died(2))
+    assert history.dead() == {2}

@@ -269,6 +269,7 @@ def test_a_history_is_whole_up_to_the_moment_of_a_kill(tmp_path: Path) -> None:
     assert History.load(cut).undone(1) == {(2, 70_000)}
     assert History.load(cut).undone(1, 2) == {(0, 4)}
     assert (History.load(cut).dead(), History.load(cut).lives(2)) == (set(), [Joined(2, 1, 70_001)])
+    assert not History.load(cut).lives(1), "nobody else has heard of it"
     assert list(History.load(cut).entries(model))[-2] == Resumed(Address("server", 3), 2, 70_002)
     assert list(History.load(cut).senders(model)) == [1]
     cut.write_bytes(cut.read_bytes()[:-1])

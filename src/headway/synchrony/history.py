@@ -193,20 +193,26 @@ class History:
 
     def dead(self) -> set[int]:
         """Workers that have died, and have not come back."""
+        return {worker for holder in self.logs for worker in self._dead_for(holder)}
+
+    def _dead_for(self, holder: Address) -> set[int]:
         gone: set[int] = set()
-        for holder in self.logs:
-            last: dict[int, bool] = {}
-            for entry in self.entries(holder):
-                if isinstance(entry, Died | Joined):
-                    last[entry.worker] = isinstance(entry, Died)
-            gone |= {worker for worker, died in last.items() if died}
+        for entry in self.entries(holder):
+            match entry:
+                case Died(worker=worker):
+                    gone.add(worker)
+                case Joined(worker=worker) if lives_with(holder, worker):
+                    gone.clear()  # it hears of those that are there
+                case Joined(worker=worker):
+                    gone.discard(worker)
         return gone
 
     def lives(self, worker: int) -> list[Joined]:
-        """The later lives of a worker, in their order."""
+        """The later lives of a worker of which others have heard, in their order."""
         found = {
             entry.life: entry
             for holder in self.logs
+            if not lives_with(holder, worker)
             for entry in self.entries(holder)
             if isinstance(entry, Joined) and entry.worker == worker
         }
@@ -258,6 +264,11 @@ class History:
             log.frombytes(data[place : place + 2 * count])
             place += 2 * count
         return found
+
+
+def lives_with(holder: Address, worker: int) -> bool:
+    """Whether a holder begins anew with a worker: its own model, its caches."""
+    return holder.kind in ("model", "cache") and holder.number == worker
 
 
 def _chunk(holder: Address, words: array[int]) -> bytes:

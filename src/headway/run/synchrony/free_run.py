@@ -116,7 +116,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Over:
-    """In a replay: for a holder of the sending rank a life of the receiving worker is over."""
+    """In a replay: for a holder of the sending rank a life of the receiving worker is over, and
+    those before."""
 
     holder: Address
     life: int
@@ -524,7 +525,7 @@ class FreeRun:
             self._note_gone(place, reader)
             return None
         match said:
-            case Over(holder=holder, life=life) if life == self._life:
+            case Over(holder=holder, life=life) if life >= self._life:
                 self._ended_at.add(holder)
             case Answer(holder=holder, life=life, number=number) if life == self._life:
                 sent = self._sent[holder]
@@ -568,7 +569,9 @@ class FreeRun:
                 if isinstance(message, Gossip):  # its weight is not lost: it comes back
                     self._post(sender, Address("model", self._place.worker), message)
                 return
-            self._links["asking", place].post(request)
+            # To one that was gone when this one came back there is none.
+            if ("asking", place) in self._links:
+                self._links["asking", place].post(request)
 
     def _request(self, sender: Sender, to: Address, message: Any) -> Request:
         number = self._numbers[sender, to]
@@ -603,7 +606,7 @@ class FreeRun:
         while monotonic() < until:
             self._raise()
             with self._holding:
-                if self._holders.ready_for(joined):
+                if self._holders.have_ended():
                     return
             sleep(_CALL_SECONDS)
         raise RunError(
@@ -668,8 +671,8 @@ class FreeRun:
         if folder is None or not self.gone:
             return
         for made in calls_for(folder, self._place.worker):
-            # One whose end has not been noticed yet is let in a little later.
-            if made.worker in self.gone:
+            # One whose end has not been noticed here yet is let in a little later.
+            if made.worker in self.gone and made.worker not in heard:
                 self._let_in(heard, folder, made)
 
     def _let_in(self, heard: dict[int, MessageReader], folder: Path, made: Call) -> None:

@@ -50,8 +50,8 @@ class LocalHolders:
         owner: The worker of this rank.
         send: Called with a holder, what it sends, the life of the worker that this is for, and the
             number of the message that is handled.
-        over: Called with a holder, a worker and a life of it that is over there: in a replay its
-            process lives.
+        over: Called with a holder, a worker and a life of it that is over there, as are those
+            before: in a replay its process lives.
         recorder: Told of models that meet here.
 
     Attributes:
@@ -123,8 +123,8 @@ class LocalHolders:
             self._lives[holder, self._owner] = joined.life
             self._begin_at(holder, self._owner, (joined.life, 0))
             if self._turns is not None:
-                assert self._turns[holder][0] == joined
-                self._turns[holder].popleft()
+                while self._turns[holder].popleft() != joined:
+                    pass  # a life of which nobody has heard
                 self._advance(holder)
 
     def resume(self, holder: Address, resumed: Resumed) -> None:
@@ -142,10 +142,10 @@ class LocalHolders:
         turns = self._turns[holder]
         return not turns or self._is_anew(turns[0])
 
-    def ready_for(self, joined: Joined) -> bool:
-        """Whether all that the holders had to do in the life before is done, in a replay."""
+    def have_ended(self) -> bool:
+        """Whether all that the holders had to do in this life is done, in a replay."""
         assert self._turns is not None
-        return all(turns and turns[0] == joined for turns in self._turns.values())
+        return all(turns and self._is_anew(turns[0]) for turns in self._turns.values())
 
     def _is_anew(self, entry: Entry) -> bool:
         return isinstance(entry, Joined) and entry.worker == self._owner
@@ -202,9 +202,9 @@ class LocalHolders:
         match entry:
             case Died(worker=worker):
                 self._send_all(holder, here.lose(worker))
-                if self._turns is not None:
-                    self._over(holder, worker, self._lives[holder, worker])
+                self._tell_over(holder, worker, self._lives[holder, worker])
             case Joined(worker=worker, life=life, step=step):
+                self._tell_over(holder, worker, life - 1)
                 self._lives[holder, worker] = life
                 self._begin_at(holder, worker, (life, 0))
                 self._send_all(holder, here.join(worker, step))
@@ -212,6 +212,10 @@ class LocalHolders:
                 if isinstance(sender, int):
                     self._lives[holder, sender] = life
                 self._begin_at(holder, sender, (life, number))
+
+    def _tell_over(self, holder: Address, worker: int, life: int) -> None:
+        if self._turns is not None:
+            self._over(holder, worker, life)
 
     def _begin_at(self, holder: Address, sender: Sender, place: tuple[int, int]) -> None:
         self._first[holder, sender] = place
