@@ -148,7 +148,7 @@ def test_a_worker_comes_back_where_the_slowest_of_the_others_is() -> None:
 
 
 def test_one_that_comes_back_does_not_know_the_dead_of_its_life_before() -> None:
-    """Worker 2 died, then 1; both come back, 2 first: in the log of 1 only the death of 2 stands."""
+    """Worker 2 died, then 1; both come back, 2 first: the log of 1 has only the death of 2."""
     history = History()
     own, others = Address("model", 1), Address("model", 0)
     for entry in (Died(2), Joined(1, 1, 7), Resumed(2, 1, 0)):
