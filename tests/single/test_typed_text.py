@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
+import weakref
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -175,3 +177,18 @@ def test_facts_of_ranks_come_as_they_are():
     for parts in (["builtins", "dict"], ["headway.errors", "HeadwayError", ["what", "x"]]):
         with pytest.raises(RunError, match="no value"):
             read_typed(json.dumps(["error", *parts]).encode())
+
+
+def test_what_is_read_does_not_outlive_its_message():
+    """Messages hold whole models: they must go when they are dropped, not with the next collection
+    of cycles."""
+    gc.disable()
+    try:
+        tensor = torch.zeros(3)
+        message = [tensor, 1]
+        read = read_typed(write_typed(message, [tensor]), [tensor])
+        alive = weakref.ref(tensor)
+        del message, read, tensor
+        assert alive() is None
+    finally:
+        gc.enable()

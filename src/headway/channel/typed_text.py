@@ -66,10 +66,11 @@ def read_typed(text: bytes, own: Sequence[Any] = (), *, most_bytes: int = MOST_B
     Raises:
         RunError: The text is none of its results, or names a type that is not to be made here.
     """
+    reader = _Reader(own)
     try:
         if len(text) > most_bytes:
             raise TypedTextError(f"it has {len(text)} bytes")
-        return _Reader(own).read(parse_json(text))
+        return reader.read(parse_json(text))
     # RuntimeError: of torch's devices and sizes.
     except (
         ValueError,
@@ -84,6 +85,9 @@ def read_typed(text: bytes, own: Sequence[Any] = (), *, most_bytes: int = MOST_B
             why=f"{error}"[:200],
             fix="All ranks run the same versions of headway, torch and the model.",
         ) from None
+    finally:
+        # Its table of methods is a cycle: what `own` holds would live until it is collected.
+        reader.release()
 
 
 def _refused(what: str, why: str) -> RunError:
@@ -174,6 +178,10 @@ class _Reader:
             "object": self._object,
             "error": self._error,
         }
+
+    def release(self) -> None:
+        """Keep nothing of what was read."""
+        self._own = ()
 
     def read(self, said: Any) -> Any:
         """The value of what `write` made."""
