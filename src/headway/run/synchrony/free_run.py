@@ -534,9 +534,11 @@ class FreeRun:
         return None
 
     def _undone_answer(self, holder: Address, place: int) -> Answer | None:
-        """The answer of a model that is gone: to a pair the model that was sent, else nothing."""
+        """The answer of a model that is gone, or whose process stands still: to a pair the model
+        that was sent, else nothing. What the other answers when it goes on comes too late."""
         sent = self._sent[holder]
-        if not self._comes_to_nothing(place, sent):
+        still = isinstance(sent.message, Pair) and self._replayed is None and self._is_still(place)
+        if not still and not self._comes_to_nothing(place, sent):
             return None
         self._note_undone(place, sent.number)
         value = sent.message.model if isinstance(sent.message, Pair) else None
@@ -882,16 +884,26 @@ class FreeRun:
 
     def _end_stopped(self, workers: Iterable[int]) -> bool:
         """End processes that stand still (SIGSTOP); whether there was one. On one machine only."""
-        note_folder, ended = self._world.place.note_folder, False
-        if note_folder is None:
-            return False
+        ended = False
         for worker in sorted(workers):
-            with suppress(OSError, ValueError):
-                pid = int((note_folder / f"pid-{self._place.peers[worker]:05d}").read_text())
-                if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt":
-                    os.kill(pid, signal.SIGKILL)
+            if self._is_still(worker):
+                with suppress(OSError):
+                    os.kill(self._process_of(worker), signal.SIGKILL)
                     ended = True
         return ended
+
+    def _is_still(self, worker: int) -> bool:
+        """Whether a process on this machine stands still."""
+        with suppress(OSError, ValueError):
+            status = Path(f"/proc/{self._process_of(worker)}/stat").read_text()
+            return status.rpartition(")")[2].split()[0] in "Tt"
+        return False
+
+    def _process_of(self, worker: int) -> int:
+        folder = self._world.place.note_folder
+        if folder is None:
+            raise ValueError("this rank knows no process but its own")
+        return int((folder / f"pid-{self._place.peers[worker]:05d}").read_text())
 
     def _adopt_common(self) -> None:
         """Give every worker the model that the run ends with."""
