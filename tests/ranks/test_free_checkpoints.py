@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,10 @@ from test_worker_deaths import same_checkpoints
 from torch import nn
 
 import headway
+from headway.errors import HeadwayError, UsageError
 from headway.plans import Synchrony, data_parallel
+from headway.run.training.recorded_attempt import RecordedAttempt
+from headway.run.training.run_directory import RunDirectory
 from support.sampling import sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* processes share .* CPU cores")
@@ -100,6 +107,90 @@ def test_who_leads_after_a_death_saves(tmp_path: Path) -> None:
     longer = replace(recipe(), stop="40 steps")
     found = headway.train(longer, plan=whole, directory=tmp_path / "run", resume=True)
     assert found.steps == 40
+
+
+class Dies:
+    """The process of rank 0 is killed after a step, once the checkpoint of step 5 is there."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, run: Any) -> None:
+        time.sleep(0.01)
+        marker, newest = run.directory / "killed", run.directory / "checkpoints/step-00000005"
+        if run.rank or run.step != self._step or marker.exists():
+            return
+        while not newest.exists():
+            time.sleep(0.05)
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("name", sampled(["single", "bounded", "eager", "elastic", "ahead"], 1))
+def test_a_dead_server_comes_back_from_its_checkpoint(name: str, tmp_path: Path) -> None:
+    """What was lost is said; the new attempt is repeated from the checkpoint, bit by bit, though
+    later ones have come since; the history of the first one stays."""
+    run, causes = tmp_path / "run", list[str]()
+    one = replace(recipe(**WAYS[name]), callbacks=[Dies(8)], checkpoint_keep=1)
+    found = headway.train(one, processes=3, directory=run, restarts=1, observer=Watching(causes))
+    assert (found.steps, found.attempts) == (12, 2)
+    assert steps(run) == [5, 12]
+    told = "all go on from the checkpoint of step 5; lost: 3 steps of rank 0, "
+    assert causes[0].startswith("rank 0 was killed by SIGKILL; " + told)
+    assert any(told in row["text"] for row in RunDirectory(run).events("warning"))
+    sizes = {path.name: len(list(path.iterdir())) for path in (run / "history").iterdir()}
+    assert sizes == {"attempt-000": 3, "attempt-001": 3}
+    assert RecordedAttempt(RunDirectory(run), 0).history().events
+    plain = recipe(**WAYS[name])
+    headway.train(plain, processes=3, directory=tmp_path / "again", replay=run)
+    assert steps(tmp_path / "again") == [10, 12]
+    assert same_checkpoint(run, tmp_path / "again", 12)
+    shutil.rmtree(run / "checkpoints/step-00000005")
+    with pytest.raises(UsageError, match="checkpoint of step 5, with which this history begins"):
+        headway.train(plain, processes=3, directory=tmp_path / "refused", replay=run)
+
+
+class Watching:
+    """Notes why workers were started again."""
+
+    def __init__(self, causes: list[str]) -> None:
+        self._causes = causes
+
+    def watch(self, directory: Path, *, launched: bool) -> Any:
+        return nullcontext()
+
+    def restarted(self, attempt: int, cause: str) -> None:
+        self._causes.append(cause)
+
+    def failed(self, error: HeadwayError) -> None: ...
+
+
+def same_checkpoint(one: Path, other: Path, step: int) -> bool:
+    files = sorted((one / f"checkpoints/step-{step:08d}").glob("*.safetensors"))
+    assert files
+    return all(f.read_bytes() == (other / f.relative_to(one)).read_bytes() for f in files)
+
+
+class Stops:
+    """Every rank stops at a step of its own."""
+
+    def on_step_end(self, run: Any) -> None:
+        time.sleep(0.02 * run.rank)
+        if run.step == 8 - 2 * run.rank:
+            run.stop()
+
+
+@pytest.mark.parametrize("name", sampled(["asynchronous", "pairs", "gossip", "elastic"], 1))
+def test_a_run_that_was_stopped_and_resumed_is_repeated(name: str, tmp_path: Path) -> None:
+    run, plain = tmp_path / "run", recipe(**WAYS[name])
+    headway.train(replace(plain, callbacks=[Stops()]), processes=3, directory=run)
+    assert max(steps(run)) == 9
+    headway.train(plain, processes=3, directory=tmp_path / "again", replay=run)
+    assert same_checkpoints(run, tmp_path / "again")
+    headway.train(plain, processes=3, directory=run, resume=True)
+    headway.train(plain, processes=3, directory=tmp_path / "rest", replay=run)
+    assert steps(tmp_path / "rest") == [10, 12]
+    assert same_checkpoint(run, tmp_path / "rest", 12)
 
 
 def test_synchronous_servers_go_on_from_one_as_if_nothing_had_been(tmp_path: Path) -> None:

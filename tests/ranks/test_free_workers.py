@@ -232,7 +232,7 @@ def test_a_training_run_is_replayed(tmp_path: Path) -> None:
         recipe(), processes=3, directory=tmp_path / "again", replay=tmp_path / "first"
     )
     assert again.loss == first.loss
-    assert len(list((tmp_path / "first" / "history").iterdir())) == 3
+    assert len(list((tmp_path / "first" / "history" / "attempt-000").iterdir())) == 3
     files = sorted((tmp_path / "first" / "checkpoints").rglob("*.safetensors"))
     assert files
     for file in files:

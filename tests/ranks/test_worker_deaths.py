@@ -22,7 +22,8 @@ from headway.errors import RunError
 from headway.plans import Synchrony
 from headway.run.distributed.world import World
 from headway.run.synchrony.free_run import FreeRun
-from headway.run.training.run_directory import noted_steps
+from headway.run.training.recorded_attempt import RecordedAttempt
+from headway.run.training.run_directory import RunDirectory
 from headway.synchrony.actors import Address
 from headway.synchrony.history import Died, History, Joined, Resumed, Undone, merged
 from support.ranks import run_ranks
@@ -162,7 +163,8 @@ def test_a_dead_worker_comes_back_and_the_run_is_repeated_bit_by_bit(
     (life,) = history.lives(rank)
     assert not history.dead()
     # It has begun where the slowest of the others was, and made all steps behind.
-    made = noted_steps(tmp_path / f"run/ranks/rank-{rank:05d}.jsonl", 0)
+    steps = RecordedAttempt(RunDirectory(tmp_path / "run"), 0).steps(rank)
+    made = [step for step, _ in steps]
     assert made == [*range(1, 7), *range(life.step + 1, 101)]
     assert 9 <= life.step < 100
     again = patient(name, tmp_path)

@@ -218,7 +218,7 @@ def test_a_training_run_of_groups_is_replayed_and_goes_on_elsewhere(
         made, processes=4, directory=tmp_path / "again", replay=tmp_path / "first"
     )
     assert (again.loss, again.validation) == (first.loss, first.validation)
-    assert len(list((tmp_path / "first" / "history").iterdir())) == 2
+    assert len(list((tmp_path / "first" / "history" / "attempt-000").iterdir())) == 2
     saved = checkpoint(tmp_path / "first", 12)
     assert saved["optimizer.0.weight.exp_avg"].shape == saved["model.0.weight"].shape
     other = checkpoint(tmp_path / "again", 12)

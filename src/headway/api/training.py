@@ -255,7 +255,7 @@ def train(
             collective=algorithm,
             carrier=carrier,
             resume=resume,
-            replay=None if recorded is None else recorded.history,
+            replay=None if recorded is None else recorded.path,
             device=scene.device,
             timeout_seconds=seconds,
             patience_seconds=patience_seconds,

@@ -245,7 +245,13 @@ class CheckpointStore:
             # A save that is left behind still holds its views: only this reference goes.
             self._staging.release()
 
-    def restore(self, prepare: Callable[[Manifest], dict[str, Tensor]]) -> Manifest | None:
+    def of(self, directory: Path) -> CheckpointStore:
+        """The same ranks' store of another run, to read from."""
+        return CheckpointStore(directory, rank=self.rank, ranks=self.ranks, group=self._group)
+
+    def restore(
+        self, prepare: Callable[[Manifest], dict[str, Tensor]], *, step: int | None = None
+    ) -> Manifest | None:
         """Fill tensors from the newest checkpoint whose files are what its manifest says.
 
         Collective. The ranks share the checking of the files and agree on the verdict.
@@ -253,6 +259,7 @@ class CheckpointStore:
         Args:
             prepare: Gets the manifest and returns the tensors to fill in place, by logical name:
                 all of the checkpoint's or some of them.
+            step: Use the checkpoint of this step, and no other; nothing is tidied up.
 
         Returns:
             The manifest; None where there is no checkpoint at all.
@@ -264,19 +271,22 @@ class CheckpointStore:
             CheckpointError: Reading failed.
         """
         self.wait()
-        if self.rank == 0:  # a run that is complete makes no other save, which would do it
+        # A run that is complete makes no other save, which would do it.
+        if self.rank == 0 and step is None:
             remove_leftovers(self.directory)
         self.skipped = {}
         # Rank 0's list: the others may see a shared directory later, and must read the same one.
-        for step in reversed(self._agree(self.steps())[0]):
-            path = step_path(self.directory, step)
+        for found in reversed(self._agree(self.steps())[0]):
+            if step not in (None, found):
+                continue
+            path = step_path(self.directory, found)
             manifest, problem = self._inspect(path)
             # One rank's problem is enough; all take the same next checkpoint.
             problem = next(filter(None, self._agree(problem)), "")
             if manifest is not None and not problem:
                 self._load(path, manifest, prepare(manifest))
                 return manifest
-            self._skip(step, problem)
+            self._skip(found, problem)
         if self.skipped:
             raise CheckpointDamaged(
                 f"none of {len(self.skipped)} checkpoints can be used",

@@ -54,6 +54,7 @@ from headway.launch.worker import (
 )
 from headway.run.distributed.failure_record import FailureRecord, read_failures
 from headway.run.distributed.launch_env import DEBUG, HEARTBEAT_TIMEOUT_SECONDS, LOOPBACK
+from headway.run.training.recorded_attempt import RecordedAttempt
 from headway.run.training.run_directory import RunDirectory
 
 _MONITOR_SECONDS = 0.05
@@ -399,7 +400,16 @@ def launch_local(
                 # Gloo aborts where ranks call different collectives: let torch compare them.
                 environment[DEBUG] = "DETAIL"
             if on_restart is not None:
-                on_restart(attempt + 1, explain_deaths(history[-1]))
+                on_restart(attempt + 1, _told(history[-1], directory))
+
+
+def _told(facts: AttemptFacts, directory: Path | None) -> str:
+    """Why workers are started again, and what is lost where they do not meet."""
+    if directory is None:
+        return explain_deaths(facts)
+    attempt = RecordedAttempt(RunDirectory(directory), facts.attempt)
+    lost = attempt.lost(max(facts.progress_after, 0))
+    return f"{explain_deaths(facts)}; {lost}" if lost else explain_deaths(facts)
 
 
 def _judge(history: list[AttemptFacts], policy: RestartPolicy) -> LaunchResult | None:

@@ -178,9 +178,16 @@ def _seen(manifest: Manifest, strategy: Strategy) -> tuple[Manifest, dict[str, s
 
 
 def restore_checkpoint(
-    store: CheckpointStore, trained: TrainingState, strategy: Strategy
+    store: CheckpointStore,
+    trained: TrainingState,
+    strategy: Strategy,
+    *,
+    step: int | None = None,
 ) -> Manifest | None:
     """Restore the newest sound checkpoint; None: there is none. Collective.
+
+    Args:
+        step: That of this step, and no other.
 
     Raises:
         CheckpointError: As of `CheckpointStore.restore`.
@@ -193,7 +200,7 @@ def restore_checkpoint(
         destinations.update(trained.destinations(view))
         return {names.get(name, name): tensor for name, tensor in destinations.items()}
 
-    manifest = store.restore(prepare)
+    manifest = store.restore(prepare, step=step)
     if manifest is not None:
         trained.apply(_seen(manifest, strategy)[0], destinations)
         strategy.restore_exchange(destinations)

@@ -32,7 +32,7 @@ class TrainJob:
         find: Called on every rank instead, in the joined world; returns the plan, the same on all
             ranks, or None.
         collective: Put into the plan's exchange, with `carrier`; None: the plan's own.
-        replay: The histories of a run that is to be repeated (`RunDirectory.history`).
+        replay: The directory of a run that is to be repeated: its last attempt.
         patience_seconds: Declare a rank lost after this long without a heartbeat.
         trace_every: Steps between detailed timelines; the first steps are always traced.
         before_step: Called on every rank before each step with the launch environment and the

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from headway.checkpoint.format import Manifest
 from headway.checkpoint.save_plan import Holdings
 from headway.checkpoint.store import CheckpointStore
 from headway.data import CachedSource, Cursor, RankBatch
@@ -65,12 +66,12 @@ from headway.run.training.job import TrainingOutcome, TrainJob
 from headway.run.training.journal import Journal
 from headway.run.training.loggers import LoggerCallback, check_loggers
 from headway.run.training.monitor import Monitor
+from headway.run.training.recorded_attempt import RecordedAttempt
 from headway.run.training.run_directory import (
     RunDirectory,
     describe_environment,
-    noted_steps,
 )
-from headway.synchrony.history import History, merged
+from headway.synchrony.history import History
 from headway.synchrony.programs import first_step
 
 
@@ -93,6 +94,8 @@ class Training:
         self._saved = -1
         self._free: UnmetRun | None = None
         self._lost: list[str] = []
+        self._recorded: RecordedAttempt | None = None
+        self._needed: frozenset[int] = frozenset()
         # Samples used so far, where these and no number of steps decide when the run ends.
         self._used: int | None = None
 
@@ -121,6 +124,12 @@ class Training:
         loggers = self._recipe.loggers if world.rank == 0 else ()
         own = (LoggerCallback(loggers), *self._recipe.callbacks)
         self._callbacks = Callbacks(() if job.proving else own)
+        if job.replay is not None:
+            self._recorded = RecordedAttempt.last(RunDirectory(job.replay))
+            if self._recorded is None:
+                raise UsageError(f"{job.replay} has no history to replay")
+            every = self._recorded.checkpoint_every
+            self._recipe = replace(self._recipe, checkpoint_every=every)
         given = job.find(world) if job.find is not None else job.plan
         if world.place.life:  # the others have it
             given = self._directory.plan_file
@@ -143,7 +152,7 @@ class Training:
             total = self.executor.steps_done + steps_left(self._recipe, self._used)
         else:
             self._used = None
-        self._check_replayed(total)
+        total = self._steps_to_repeat(total)
         self._announce(total)
         self._view = RunView(self.executor, self._directory.path, total)
         skip = self._come_back(total) if self._world.place.life else 0
@@ -253,45 +262,34 @@ class Training:
 
     def _repeat_history(self) -> None:
         """Take up the history of the run that is to be repeated."""
-        if self._job.replay is None:
+        if self._recorded is None:
             return
         run = self.executor.strategy.rounds
         if not isinstance(run, UnmetRun):
             raise UsageError(
                 "this plan has no history to replay",
-                where=str(self._job.replay.parent),
+                where=str(self._job.replay),
                 why="Its workers meet in rounds: a run gives the same numbers each time.",
                 fix="Leave out --replay.",
             )
-        files = sorted(self._job.replay.glob("worker-*"))
-        # Of a worker that was killed the last word may be cut off.
-        run.repeat(merged({n: History.load(file, killed=True) for n, file in enumerate(files)}))
+        run.repeat(self._recorded.history())
 
-    def _check_replayed(self, total: int) -> None:
-        """Refuse to repeat a run that has made other steps: some worker would wait for ever."""
-        if self._job.replay is None:
-            return
-        recorded = RunDirectory(self._job.replay.parent)
-        ends = recorded.events("stop")
-        why = ""
-        if recorded.events("resume"):
-            why = "It was resumed from a checkpoint: this run would begin somewhere else."
-        elif ends and ends[-1].get("reason") != "complete":
-            why = f"It was stopped by {ends[-1].get('reason')}, each worker behind another step."
-        elif ends and ends[-1].get("step") != total:
-            why = f"It made {ends[-1].get('step')} steps, and this run makes {total}."
-        if why:
-            raise UsageError(
-                "this run cannot be repeated",
-                where=str(recorded.path),
-                why=why,
-                fix="Repeat a run that was made from its beginning to its end, with its `stop`.",
-            )
+    def _steps_to_repeat(self, total: int) -> int:
+        """The last step of this worker; a worker that had died stops where nobody answers it."""
+        recorded = self._recorded
+        if recorded is None:
+            return total
+        recorded.check_repeatable(total)
+        assert self._free is not None
+        # Of a run that was stopped each worker has made the steps that it had come to.
+        dead = self._free.worker in recorded.history().dead()
+        return total if dead else recorded.last_step(self._world.rank)
 
     @property
     def _history(self) -> Path:
         assert self._free is not None
-        return self._directory.history / f"worker-{self._free.worker:05d}"
+        folder = self._directory.history_of(self._world.place.attempt)
+        return folder / f"worker-{self._free.worker:05d}"
 
     def _part(self) -> None:
         """After the first step of workers that do not meet: from now on one may die alone."""
@@ -327,7 +325,8 @@ class Training:
             self._journal.event("warning", step=self.executor.steps_done, text=f"{text}: {lost}")
 
     def _steps_of(self, worker: int) -> list[int]:
-        return noted_steps(self._directory.rank_file(worker), self._world.place.attempt)
+        attempt = RecordedAttempt(self._directory, self._world.place.attempt)
+        return [step for step, _ in attempt.steps(worker)]
 
     def _come_back(self, total: int) -> int:
         """As a new process of a worker that has died: the steps that are made or left out."""
@@ -392,6 +391,7 @@ class Training:
         if self._world.place.life:
             # Of the checkpoint no more is needed: parameters are what the others have.
             self.executor.steps_done, self._used, begins = self._noted_start()
+            self._needed = frozenset({self.executor.steps_done})
             return Cursor.from_dict(begins)
         cursor = self._restore()
         if self._start_note is not None:
@@ -403,10 +403,14 @@ class Training:
     def _restore(self) -> Cursor:
         """The position to start from: that of the newest sound checkpoint, or the beginning."""
         beginning = Cursor(seed=self._recipe.seed)
-        if not self._job.resume and self._world.place.attempt == 0:
+        if self._recorded is not None:
+            manifest = self._restore_recorded(self._recorded)
+        elif not self._job.resume and self._world.place.attempt == 0:
             return beginning
-        with self._storing():
-            manifest = restore_checkpoint(self._store, self.trained, self.executor.strategy)
+        else:
+            with self._storing():
+                manifest = restore_checkpoint(self._store, self.trained, self.executor.strategy)
+            self._tell_restart(0 if manifest is None else manifest.step)
         if manifest is None:
             return beginning
         # A checkpoint made from weights alone has no cursor: training begins with them.
@@ -423,11 +427,36 @@ class Training:
         self._validating.owed = manifest.facts.get("owes validation", False)
         if self._monitor is not None and "monitor" in manifest.facts:
             self._monitor.restore(manifest.facts["monitor"])
-            self._pin()
+        if self._free is not None and self._recorded is None:
+            self._needed = frozenset({manifest.step})  # the history needs it
+        self._pin()
         if "callbacks" in manifest.facts and not self._job.proving:
             self._callbacks.restore(manifest.facts["callbacks"])
         self._journal.event("resume", step=manifest.step, checkpoint=manifest.step)
         return cursor
+
+    def _restore_recorded(self, recorded: RecordedAttempt) -> Manifest | None:
+        """The checkpoint with which the history begins; None: it begins without."""
+        step, folder = recorded.began_at, recorded.run.checkpoints
+        if step is None:
+            return None
+        store = self._store.of(folder)
+        manifest = restore_checkpoint(store, self.trained, self.executor.strategy, step=step)
+        if manifest is None:
+            raise UsageError(
+                f"the checkpoint of step {step}, with which this history begins, is not there",
+                where=str(folder),
+                fix="Copy it back, or repeat a run that has its checkpoints.",
+            )
+        return manifest
+
+    def _tell_restart(self, step: int) -> None:
+        """Say what of the attempt before is lost, of workers that do not meet."""
+        attempt = self._world.place.attempt - 1
+        if self._free is not None and self._world.rank == 0 and attempt >= 0:
+            text = RecordedAttempt(self._directory, attempt).lost(step)
+            if text:
+                self._journal.event("warning", step=step, text=f"attempt {attempt} ended: {text}")
 
     def _announce(self, total: int) -> None:
         if self._world.rank == 0 and not self._world.place.life:
@@ -443,6 +472,7 @@ class Training:
                 self._plan.data_degree, tokens, pipe=self._plan.pipe_degree
             ),
             plan=explain(self._plan, tokens),
+            checkpoint_every=self._recipe.checkpoint_every,
             predicted=None if expected is None else asdict(expected),
         )
 
@@ -463,7 +493,7 @@ class Training:
             with self._storing():
                 self._store.check()
             self.step()
-            if self._used is not None:
+            if self._used is not None and self._recorded is None:
                 total = run.steps_done + steps_left(recipe, self._used)
                 self._view.steps = total
             if run.steps_done == first and self._free is not None:
@@ -526,10 +556,11 @@ class Training:
         return monitor.exhausted
 
     def _pin(self) -> None:
-        """Keep the checkpoint of the best validation."""
+        """Keep the checkpoint of the best validation, and that with which a history begins."""
+        best = None
         if self._recipe.keep_best and self._monitor is not None:
             best = self._monitor.best_step
-            self._store.pinned = frozenset() if best is None else frozenset({best})
+        self._store.pinned = self._needed | (frozenset() if best is None else frozenset({best}))
 
     def step(self) -> None:
         """One optimiser step, and its entry in the journal."""

@@ -60,6 +60,10 @@ class RunDirectory:
         """Of an asynchronous run: in which order each worker's holders have handled messages."""
         return self.path / "history"
 
+    def history_of(self, attempt: int) -> Path:
+        """That of one attempt: a restart begins another one."""
+        return self.history / f"attempt-{attempt:03d}"
+
     def events(self, name: str) -> list[dict[str, Any]]:
         """The events of a name that rank 0 has written; lines that were cut off are left out."""
         found: list[dict[str, Any]] = []
@@ -193,18 +197,6 @@ def _next_free(name: str) -> Path:
             continue
         return path
     raise RunDirectoryTaken("no free directory name for the run", where=str(RUNS / name))
-
-
-def noted_steps(path: Path, attempt: int) -> list[int]:
-    """The steps that a rank has made in an attempt, by its file, in their order."""
-    found = []
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        with suppress(ValueError):  # the last line of a process that was killed
-            row = parse_json(line)
-            made = isinstance(row, dict) and row.get("event") == "rank_step"
-            if made and row.get("attempt", 0) == attempt:
-                found.append(int(row["step"]))
-    return found
 
 
 def describe_environment(*, torch_version: str, device: str, backend: str) -> dict[str, object]:
