@@ -141,7 +141,7 @@ def patient(name: str, folder: Path) -> headway.Recipe:
 
 
 def merged_history(run: Path) -> History:
-    files = sorted((run / "history").glob("worker-*"))
+    files = sorted((run / "history" / "attempt-000").glob("worker-*"))
     return merged({number: History.load(file) for number, file in enumerate(files)})
 
 
