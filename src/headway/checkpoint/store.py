@@ -250,7 +250,7 @@ class CheckpointStore:
         return CheckpointStore(directory, rank=self.rank, ranks=self.ranks, group=self._group)
 
     def restore(
-        self, prepare: Callable[[Manifest], dict[str, Tensor]], *, step: int | None = None
+        self, prepare: Callable[[Manifest], dict[str, Tensor]], *, only: int | None = None
     ) -> Manifest | None:
         """Fill tensors from the newest checkpoint whose files are what its manifest says.
 
@@ -259,7 +259,7 @@ class CheckpointStore:
         Args:
             prepare: Gets the manifest and returns the tensors to fill in place, by logical name:
                 all of the checkpoint's or some of them.
-            step: Use the checkpoint of this step, and no other; nothing is tidied up.
+            only: Use the checkpoint of this step, and no other; nothing is tidied up.
 
         Returns:
             The manifest; None where there is no checkpoint at all.
@@ -272,21 +272,21 @@ class CheckpointStore:
         """
         self.wait()
         # A run that is complete makes no other save, which would do it.
-        if self.rank == 0 and step is None:
+        if self.rank == 0 and only is None:
             remove_leftovers(self.directory)
         self.skipped = {}
         # Rank 0's list: the others may see a shared directory later, and must read the same one.
-        for found in reversed(self._agree(self.steps())[0]):
-            if step not in (None, found):
+        for step in reversed(self._agree(self.steps())[0]):
+            if only not in (None, step):
                 continue
-            path = step_path(self.directory, found)
+            path = step_path(self.directory, step)
             manifest, problem = self._inspect(path)
             # One rank's problem is enough; all take the same next checkpoint.
             problem = next(filter(None, self._agree(problem)), "")
             if manifest is not None and not problem:
                 self._load(path, manifest, prepare(manifest))
                 return manifest
-            self._skip(found, problem)
+            self._skip(step, problem)
         if self.skipped:
             raise CheckpointDamaged(
                 f"none of {len(self.skipped)} checkpoints can be used",

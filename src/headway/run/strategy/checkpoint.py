@@ -182,12 +182,12 @@ def restore_checkpoint(
     trained: TrainingState,
     strategy: Strategy,
     *,
-    step: int | None = None,
+    only: int | None = None,
 ) -> Manifest | None:
     """Restore the newest sound checkpoint; None: there is none. Collective.
 
     Args:
-        step: That of this step, and no other.
+        only: That of this step, and no other.
 
     Raises:
         CheckpointError: As of `CheckpointStore.restore`.
@@ -200,7 +200,7 @@ def restore_checkpoint(
         destinations.update(trained.destinations(view))
         return {names.get(name, name): tensor for name, tensor in destinations.items()}
 
-    manifest = store.restore(prepare, step=step)
+    manifest = store.restore(prepare, only=only)
     if manifest is not None:
         trained.apply(_seen(manifest, strategy)[0], destinations)
         strategy.restore_exchange(destinations)

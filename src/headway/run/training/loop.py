@@ -441,7 +441,7 @@ class Training:
         if step is None:
             return None
         store = self._store.of(folder)
-        manifest = restore_checkpoint(store, self.trained, self.executor.strategy, step=step)
+        manifest = restore_checkpoint(store, self.trained, self.executor.strategy, only=step)
         if manifest is None:
             raise UsageError(
                 f"the checkpoint of step {step}, with which this history begins, is not there",
