@@ -33,6 +33,7 @@ from headway.simulator.synchrony import (
     VirtualMachines,
     simulate_run,
 )
+from headway.synchrony.mixing import receives_from
 from headway.synchrony.programs import make_run, server_places
 from headway.units import format_bytes
 
@@ -88,6 +89,13 @@ def inexact_plans(question: PlanRequest, cluster: Cluster) -> tuple[InexactPlan,
     pricing = _Pricing(question, cluster)
     found = [pricing.priced(name, words) for name, words in pricing.ways()]
     return tuple(sorted(found, key=lambda one: (one.plan is None, -one.rate)))
+
+
+def inexact_plan(
+    question: PlanRequest, cluster: Cluster, name: str, rules: Synchrony
+) -> InexactPlan:
+    """One way; arguments as of `inexact_plans`."""
+    return _Pricing(question, cluster).priced(name, rules)
 
 
 class _Pricing:
@@ -274,18 +282,24 @@ class _Step:
     @property
     def _copies(self) -> tuple[float, float]:
         """Models beside those of a step on the fullest rank: always, and for a moment while
-        nothing is computed."""
-        rules, state = self._rules, self._pricing.state
+        nothing is computed, gradients included. `tests/ranks/test_worker_memory.py`."""
+        rules, optimiser = self._rules, self._pricing.question.work.optimiser
+        state = optimiser.state
         if rules.merge == "mean":
-            # What all agreed on and the outer momentum; own model, sum, mean, and the same of the
-            # optimiser's state.
+            # What all agreed on and the outer momentum; then own model or state on its way, and the
+            # terms of the outer step.
             averaged = state if rules.state == "average" else 0
-            return 1.0 + (rules.outer != "none"), 3.0 + 2.0 * averaged
+            return (2.0, 6.0) if rules.outer != "none" else (1.0, 1.0 + max(1.0, averaged))
         if rules.merge == "neighbour":
-            return 1.0 + 2.0, 1.0  # its own and two neighbours' while a gradient is computed
-        # What is sent, what comes and what has been fetched ahead; the share of a server with its
-        # optimiser, in whose place the worker's own is never made.
-        return 2.0 + (rules.read == "ahead") + (2.0 + state) / len(self.places) - state, 1.0
+            # Its own and the neighbours' while a gradient is computed, and what was sent before;
+            # then the terms of the mean.
+            near = len(receives_from(rules.place, 0, self.workers))
+            return near + 2.0, 4.0
+        # What was fetched and what was sent last; then what is sent now. A server's share with its
+        # optimiser, in whose place the worker's own is never made; a push as it came and in parts,
+        # and an answer to each worker.
+        share = 3.0 + state + optimiser.together + self.workers
+        return 2.0 - state + share / len(self.places), 2.0
 
     @cached_property
     def plan(self) -> Plan:
