@@ -199,6 +199,34 @@ def test_synchronous_servers_of_groups_equal_the_serial_run(inside: str) -> None
             assert one[name] == pytest.approx(values, rel=1e-12, abs=1e-14), name
 
 
+def saved_and_resumed(world: Any, inside: str, folder: Path) -> None:
+    run, begun = (executor(WAYS["asynchronous"], inside) for _ in range(2))
+    for batch in run.batches(data(), epochs=2, drop_last=True):
+        run.step(batch)
+    run.finish()
+    run.save(folder)
+    begun.cut(next(iter(begun.loader(data(), drop_last=True))))
+    assert begun.resume(folder) == run.steps_done == 4
+    found, expected = (one.strategy.tensors_by_kind() for one in (begun, run))
+    for kind in ("parameter", "optimizer"):
+        mine, theirs = found.get(kind, {}), expected.get(kind, {})  # whole on first ranks
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
+    assert begun.validate(data()) == run.validate(data())
+    for batch in begun.batches(data(), epochs=3, drop_last=True):
+        begun.step(batch)
+    begun.finish()
+    assert begun.steps_done == 6
+
+
+@pytest.mark.parametrize(
+    "inside", sampled(["copies", "parameters in parts", "stages", "layers"], 1)
+)
+def test_a_loop_of_ones_own_saves_and_goes_on(inside: str, tmp_path: Path) -> None:
+    """After the end all ranks have their parts of the servers' optimiser."""
+    run_ranks(4, saved_and_resumed, inside, tmp_path, timeout=60)
+
+
 # -- runs --------------------------------------------------------------------------------------
 
 
