@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -266,6 +267,50 @@ def test_a_training_run_of_groups_is_replayed_and_goes_on_elsewhere(
         told = headway.train(longer, processes=4 if plan else 1, directory=target, resume=True)
         assert told.steps == 14
         assert abs(told.loss - first.loss) < 1.0
+
+
+SAVED: dict[str, Any] = {
+    "checkpoint_every": 5, "checkpoint_keep": 9, "precision": "float64", "batch": 32,
+}  # fmt: skip
+SAVING = [case for case in CASES if "backup" not in case[0]]
+
+
+@pytest.mark.parametrize(("way", "inside"), sampled(SAVING, 2))
+def test_checkpoints_of_groups_are_made_on_the_way(way: str, inside: str, tmp_path: Path) -> None:
+    """By the first worker alone, whole; a replay makes the same."""
+    made, ranks = recipe(way, inside, model=normalised, **SAVED), 2 * INSIDE[inside][0]
+    if "split" in INSIDE[inside][1]:
+        made = recipe(way, inside, **SAVED)
+    headway.train(made, processes=ranks, directory=tmp_path / "first")
+    again = tmp_path / "again"
+    headway.train(made, processes=ranks, directory=again, replay=tmp_path / "first")
+    for step in (5, 10, 12):
+        saved, other = checkpoint(tmp_path / "first", step), checkpoint(again, step)
+        assert saved.keys() == other.keys()
+        assert all(torch.equal(saved[name], other[name]) for name in saved), step
+    alone = recipe("servers", "copies", synchrony=None, model=made.model, **SAVED)
+    shutil.rmtree(step_path(again / "checkpoints", 12))
+    assert headway.train(alone, processes=1, directory=again, resume=True).steps == 12
+
+
+@pytest.mark.parametrize("inside", sampled([n for n in INSIDE if INSIDE[n][0] == 2], 1))
+def test_synchronous_groups_go_on_from_one_as_if_nothing_had_been(
+    inside: str, tmp_path: Path
+) -> None:
+    """Equal to the serial run, too: parameters and the optimiser's state."""
+    made = recipe("servers", inside, **SAVED, clip=None)
+    headway.train(made, processes=4, directory=tmp_path / "run")
+    whole = checkpoint(tmp_path / "run", 12)
+    for step in (10, 12):
+        shutil.rmtree(step_path(tmp_path / "run" / "checkpoints", step))
+    headway.train(made, processes=4, directory=tmp_path / "run", resume=True)
+    found = checkpoint(tmp_path / "run", 12)
+    alone = recipe("servers", "copies", synchrony=None, **SAVED, clip=None)
+    headway.train(alone, processes=1, directory=tmp_path / "alone")
+    for expected in (whole, checkpoint(tmp_path / "alone", 12)):
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-13, msg=name)
 
 
 class Stops:

@@ -56,7 +56,7 @@ def explain_sharding(plan: Plan) -> str:
     what = ["the optimiser's state", "gradients", "parameters"][: plan.memory.zero]
     ranks = plan.copies * plan.mesh.degree(SPACE)
     parts = plan.mesh.degree(SHARD_AXIS) if SHARD_AXIS in plan.mesh.names else ranks
-    if not (plan.synchrony.by_all_reduce or plan.synchrony.in_rounds):
+    if plan.has_leaders:
         return (
             f"each rank of a worker keeps 1/{parts} of the parameters between steps (ZeRO "
             f"{plan.memory.zero}); the first one has all of them besides"

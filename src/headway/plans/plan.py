@@ -139,6 +139,13 @@ class Plan:
         """Whether workers go on where one dies: those of one rank, by some of the rules."""
         return self.synchrony.survives and self.ranks == self.workers
 
+    @property
+    def has_leaders(self) -> bool:
+        """Whether the first rank of each worker leads the others: workers of several ranks that do
+        not meet in rounds."""
+        rules = self.synchrony
+        return self.ranks > self.workers and not (rules.by_all_reduce or rules.in_rounds)
+
     def worker_ranks(self, rank: int) -> range:
         """The ranks of a rank's worker; where all agree at every step, all ranks."""
         inner = self.ranks // self.workers

@@ -296,10 +296,11 @@ class RecordedRun:
         self._apart: dict[str, str] = {}
         # Of workers that do not meet, each rank's own: loss, count and tensors of every step.
         self._free: list[tuple[float, float, TensorsByKind]] | None = None
-        if isinstance(executor.strategy.rounds, UnmetRun):
-            self._free = []
-        self._meetings: ExchangeRecorder | None = None
         rounds = executor.strategy.rounds
+        if isinstance(rounds, UnmetRun):
+            self._free = []
+            rounds.snapshots.every = 0  # no checkpoint is made here
+        self._meetings: ExchangeRecorder | None = None
         if isinstance(rounds, RoundsRun) and (differences := rounds.differences) is not None:
             self._meetings = ExchangeRecorder(lambda: differences.description)
             differences.observe(self._meetings)

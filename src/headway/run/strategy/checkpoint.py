@@ -29,7 +29,9 @@ from headway.plans import Plan
 from headway.run.strategy.strategy import Strategy
 from headway.run.strategy.training_state import Facts, TrainingState
 from headway.run.synchrony.free_run import FreeRun
+from headway.run.synchrony.replica import StateRows
 from headway.run.synchrony.rounds import START, RoundsRun
+from headway.run.synchrony.worker_group import GroupRun
 
 if TYPE_CHECKING:
     from headway.run.distributed.world import World
@@ -76,15 +78,17 @@ class CheckpointInventory:
 def make_inventory(
     plan: Plan, world: World, group: dist.ProcessGroup | None = None
 ) -> CheckpointInventory | None:
-    """The inventory of a plan under which ranks hold parts, or models of their own; None: each rank
-    holds everything.
+    """The inventory of a plan under which ranks hold parts, or models of their own, or one of them
+    more than the others; None: each rank holds everything.
 
     Args:
         group: Of the ranks that save together; None: all.
     """
     parts = plan.pipe_degree > 1 or plan.split.tensor or (plan.memory.zero and plan.ranks > 1)
     own = plan.workers > 1 and plan.synchrony.in_rounds
-    return CheckpointInventory(world, plan.workers if own else 1, group) if parts or own else None
+    if not (parts or own or plan.has_leaders):
+        return None
+    return CheckpointInventory(world, plan.workers if own else 1, group)
 
 
 def checkpoint_contents(
@@ -96,7 +100,9 @@ def checkpoint_contents(
         tensors = _by_worker(tensors, trained, strategy, strategy.rounds)
         facts["workers"] = {**_signature(strategy), "met": strategy.rounds.met}
     if isinstance(strategy.rounds, FreeRun):
-        tensors, facts = _as_seen(strategy.rounds, tensors, facts)
+        tensors, facts = _as_seen(strategy.rounds.snapshot(), tensors, facts)
+    if isinstance(strategy.rounds, GroupRun) and not strategy.rounds.finished:
+        tensors, facts = _as_seen_by_leader(trained, strategy.rounds, tensors, facts)
     tensors |= strategy.exchange_state()
     if inventory is None:
         return tensors, facts, None
@@ -105,10 +111,10 @@ def checkpoint_contents(
 
 
 def _as_seen(
-    run: FreeRun, tensors: dict[str, Tensor], facts: Facts
+    snapshot: tuple[dict[str, Tensor], StateRows | None], tensors: dict[str, Tensor], facts: Facts
 ) -> tuple[dict[str, Tensor], Facts]:
     """With the parameters, and the optimiser's state, that are held where the workers push to."""
-    parameters, state = run.snapshot()
+    parameters, state = snapshot
     tensors |= {f"model.{name}": value for name, value in parameters.items()}
     if state is None:
         return tensors, facts
@@ -120,6 +126,20 @@ def _as_seen(
         else:
             scalars.setdefault(name, {})[key] = value
     return found, {**facts, "optimizer": {**facts["optimizer"], "scalars": scalars}}
+
+
+def _as_seen_by_leader(
+    trained: TrainingState, run: GroupRun, tensors: dict[str, Tensor], facts: Facts
+) -> tuple[dict[str, Tensor], Facts]:
+    """Parameters and the optimiser's state are whole on the first rank of a worker, and only there;
+    buffers where they are."""
+    parameters = {f"model.{name}" for name in trained.names().values()}
+    buffers = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name not in parameters and not name.startswith("optimizer.")
+    }
+    return _as_seen(run.snapshot() or ({}, ()), buffers, facts)
 
 
 def _signature(strategy: Strategy) -> Facts:

@@ -470,7 +470,8 @@ class Strategy:
 
     def share_buffers(self) -> None:
         """Before a checkpoint: give ranks that have one model the buffers of one; collective."""
-        if not isinstance(self.rounds, RoundsRun):
+        apart = isinstance(self.rounds, GroupRun) and not self.rounds.met
+        if not isinstance(self.rounds, RoundsRun) and not apart:
             self.parameters.share_buffers()
         elif self.context.inside is not None:
             self.parameters.share_buffers(self.context.inside)
@@ -727,7 +728,7 @@ def _rounds(
     place = WorkerPlace.of(plan, setup.world)
     context.inside = place.inside
     if not plan.synchrony.in_rounds:
-        if plan.ranks == plan.workers:
+        if not plan.has_leaders:
             buffers = dict(setup.model.named_buffers())
             return FreeRun(
                 plan, place, setup.world, parameters.named, setup.optimizer, buffers=buffers

@@ -32,8 +32,10 @@ from headway.run.step.record import AgreementRecord
 from headway.run.synchrony.agreement_recorder import AgreementRecorder
 from headway.run.synchrony.free_run import FOR_EVER, FreeRun, received
 from headway.run.synchrony.messages import MessageReader, put_message
+from headway.run.synchrony.replica import StateRows
 from headway.run.synchrony.rounds import WorkerPlace
 from headway.synchrony.history import History
+from headway.synchrony.snapshots import Snapshots
 
 if TYPE_CHECKING:
     from headway.run.distributed.world import World
@@ -65,9 +67,15 @@ class WorkerModel(Protocol):
 
 @dataclass(frozen=True)
 class _GoOn:
-    """The leader's program wants gradients of a step, from 0; -1: it has ended."""
+    """The leader's program wants gradients of a step.
+
+    Attributes:
+        step: From 0; -1: it has ended.
+        seen: The leader has got what a checkpoint holds.
+    """
 
     step: int
+    seen: bool
 
 
 @dataclass(frozen=True)
@@ -95,6 +103,12 @@ class _Whole:
         """The optimiser's tensors, "name.key" -> tensor."""
         return _state_tensors(self.named, self.optimizer)
 
+    def state_rows(self) -> StateRows:
+        """All of its state."""
+        state = self.optimizer.state
+        held = {name: state[p] for name, p in self.named.items() if p in state}
+        return tuple((name, key, value) for name, of in held.items() for key, value in of.items())
+
 
 def _state_tensors(named: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Tensor]:
     return {
@@ -114,7 +128,8 @@ class GroupRun:
         apart: Ranks hold parts of the model; else each has all of it.
 
     Attributes:
-        met, over, gone, remarks: As of `FreeRun`.
+        met, over, gone, remarks, snapshots: As of `FreeRun`.
+        finished: All workers have ended.
         saving: A Gloo group of the ranks of this worker for checkpoints alone.
     """
 
@@ -138,13 +153,14 @@ class GroupRun:
         self._forms = {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
         self._ranks = plan.worker_ranks(world.rank)
         self.saving = self._saving_group()
+        self.snapshots = Snapshots(every=int(plan.workers == 1))
         self._replayed: History | None = None
         self._whole: _Whole | None = None
         self._free: FreeRun | None = None
         self._recorder = AgreementRecorder()
         self._links: list[MessageReader] = []
-        self._next = 0
-        self._begun = self._finished = False
+        self._next = _GoOn(0, False)
+        self._begun = self.finished = False
 
     @property
     def inside(self) -> dist.ProcessGroup:
@@ -195,6 +211,7 @@ class GroupRun:
                 self._whole.optimizer,
                 self.history,
             )
+            free.snapshots.every = self.snapshots.every if self.saves else 0
             if self._replayed is not None:
                 free.repeat(self._replayed)
             free.begin(steps_done)
@@ -211,7 +228,7 @@ class GroupRun:
 
     def is_closed(self, step: int) -> bool:
         """Whether the others have made a step, from 0, without this worker (backup workers)."""
-        return step < self._next
+        return step < self._next.step
 
     def pass_over(self) -> None:
         """Leave a step out that is closed."""
@@ -226,9 +243,9 @@ class GroupRun:
 
     def finish(self) -> None:
         """After the last step: all workers end with one model, each rank with its part of it."""
-        if not self._begun or self._finished:
+        if not self._begun or self.finished:
             return
-        self._finished = True
+        self.finished = True
         if self._free is not None:
             self._free.finish()
         self._hand_out()
@@ -242,7 +259,7 @@ class GroupRun:
         """End without the others, after an error: those that wait for this rank notice."""
         if self._free is not None:
             self._free.close()
-        if not self._finished:
+        if not self.finished:
             for link in self._links:
                 link.channel.allow(0.1)
                 link.channel.close()
@@ -253,8 +270,18 @@ class GroupRun:
 
     @property
     def can_save(self) -> bool:
-        """Whether a checkpoint can be made now: at the end."""
-        return self._finished
+        """Whether a checkpoint can be made now, by the ranks of this worker; see `FreeRun`."""
+        return self.finished or self._next.seen
+
+    def snapshot(self) -> tuple[dict[str, Tensor], StateRows] | None:
+        """As of `FreeRun`, on the leader alone, whole; None: this rank has nothing to add to it.
+
+        Before the end only: then each rank has its part of what the run ends with.
+        """
+        if self._free is None or self._whole is None:
+            return None
+        parameters, rows = self._free.snapshot()
+        return parameters, self._whole.state_rows() if rows is None else rows
 
     def state(self) -> Mapping[str, Tensor]:
         return {}
@@ -264,7 +291,7 @@ class GroupRun:
 
     def with_state(self, numbers: TensorsByKind) -> TensorsByKind:
         """The tensors of a step, with the optimiser's while the leader alone has it."""
-        if not self._apart or self._finished or self._whole is None:
+        if not self._apart or self.finished or self._whole is None:
             return numbers
         return {**numbers, "optimizer": self._whole.state()}
 
@@ -343,11 +370,11 @@ class GroupRun:
         """Tell all ranks of the worker which step is next, and what to compute it with."""
         if self._free is not None:
             wanted = self._free.wanted_step
-            self._next = _NO_STEP if wanted is None else wanted
+            self._next = _GoOn(_NO_STEP if wanted is None else wanted, self._free.can_save)
             for link in self._links:
-                put_message(link.channel, _GoOn(self._next))
+                put_message(link.channel, self._next)
         else:
-            self._next = self._told().step
+            self._next = self._told()
         for name, whole in self._spread():
             parameter = self._held.named[name]
             if parameter not in self._held.away:

@@ -239,11 +239,10 @@ class Training:
             if isinstance(rounds, GroupRun):
                 rank, ranks = dist.get_rank(rounds.saving), dist.get_world_size(rounds.saving)
                 group = rounds.saving
-            else:
-                if world.place.life:
-                    began, _, _ = self._noted_start()
-                    rounds.go_on_with(History.load(self._history, killed=True), began)
-                rounds.snapshots.every = rounds.snapshots.every or recipe.checkpoint_every
+            elif world.place.life:
+                began, _, _ = self._noted_start()
+                rounds.go_on_with(History.load(self._history, killed=True), began)
+            rounds.snapshots.every = rounds.snapshots.every or recipe.checkpoint_every
             if rounds.first:
                 rounds.history.append_to(self._history)
         self._store = CheckpointStore(
@@ -349,7 +348,7 @@ class Training:
 
     def _cut(self) -> None:
         # Before a checkpoint is read: each rank reads only what it keeps.
-        group = self._free.saving if isinstance(self._free, GroupRun) else None
+        group = self._free.inside if isinstance(self._free, GroupRun) else None
         self._inventory = make_inventory(self._plan, self._world, group)
         if self._plan.pipe_degree == 1 and not self._plan.split.tensor:
             return
@@ -604,7 +603,7 @@ class Training:
         self._world.doing("the checkpoint of step %d", step)
         free = self._free
         # Running statistics differ between ranks; a checkpoint holds one set, with which all go on.
-        if free is None or free.met:
+        if free is None or free.met or isinstance(free, GroupRun):
             self.executor.strategy.share_buffers()
         if free is not None and not self._saves(free, step):
             self._saved = step
@@ -627,7 +626,7 @@ class Training:
 
     def _saves(self, free: UnmetRun, step: int) -> bool:
         """Whether this rank saves, of workers that do not meet."""
-        if not free.saves or free.met:
+        if not free.saves or free.met or isinstance(free, GroupRun):
             return free.saves
         self._journal.lead()
         # Who led before may have been ahead.
