@@ -101,7 +101,7 @@ def checkpoint_contents(
         facts["workers"] = {**_signature(strategy), "met": strategy.rounds.met}
     if isinstance(strategy.rounds, FreeRun):
         tensors, facts = _as_seen(strategy.rounds.snapshot(), tensors, facts)
-    if isinstance(strategy.rounds, GroupRun) and not strategy.rounds.finished:
+    if isinstance(strategy.rounds, GroupRun) and strategy.rounds.under_way:
         tensors, facts = _as_seen_by_leader(trained, strategy.rounds, tensors, facts)
     tensors |= strategy.exchange_state()
     if inventory is None:

@@ -129,7 +129,6 @@ class GroupRun:
 
     Attributes:
         met, over, gone, remarks, snapshots: As of `FreeRun`.
-        finished: All workers have ended.
         saving: A Gloo group of the ranks of this worker for checkpoints alone.
     """
 
@@ -160,7 +159,7 @@ class GroupRun:
         self._recorder = AgreementRecorder()
         self._links: list[MessageReader] = []
         self._next = _GoOn(0, False)
-        self._begun = self.finished = False
+        self._begun = self._finished = False
 
     @property
     def inside(self) -> dist.ProcessGroup:
@@ -243,9 +242,9 @@ class GroupRun:
 
     def finish(self) -> None:
         """After the last step: all workers end with one model, each rank with its part of it."""
-        if not self._begun or self.finished:
+        if not self._begun or self._finished:
             return
-        self.finished = True
+        self._finished = True
         if self._free is not None:
             self._free.finish()
         self._hand_out()
@@ -259,7 +258,7 @@ class GroupRun:
         """End without the others, after an error: those that wait for this rank notice."""
         if self._free is not None:
             self._free.close()
-        if not self.finished:
+        if not self._finished:
             for link in self._links:
                 link.channel.allow(0.1)
                 link.channel.close()
@@ -269,9 +268,15 @@ class GroupRun:
         return int(wishes)
 
     @property
+    def under_way(self) -> bool:
+        """Whether the leader alone has all that a checkpoint holds: from the first step to the
+        end."""
+        return self._begun and not self._finished
+
+    @property
     def can_save(self) -> bool:
         """Whether a checkpoint can be made now, by the ranks of this worker; see `FreeRun`."""
-        return self.finished or self._next.seen
+        return self._finished or self._next.seen
 
     def snapshot(self) -> tuple[dict[str, Tensor], StateRows] | None:
         """As of `FreeRun`, on the leader alone, whole; None: this rank has nothing to add to it.
@@ -291,7 +296,7 @@ class GroupRun:
 
     def with_state(self, numbers: TensorsByKind) -> TensorsByKind:
         """The tensors of a step, with the optimiser's while the leader alone has it."""
-        if not self._apart or self.finished or self._whole is None:
+        if not self._apart or self._finished or self._whole is None:
             return numbers
         return {**numbers, "optimizer": self._whole.state()}
 
