@@ -252,6 +252,8 @@ def test_a_run_of_other_steps_is_not_replayed(tmp_path: Path) -> None:
     longer = replace(recipe(), stop="13 steps")
     with pytest.raises(UsageError, match="It made 12 steps, and this run makes 13"):
         headway.train(longer, processes=2, replay=tmp_path / "first", directory=tmp_path / "again")
+    with pytest.raises(UsageError, match="a replay begins where its run began"):
+        headway.train(recipe(), processes=2, replay=tmp_path / "first", resume=True)
 
 
 def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:

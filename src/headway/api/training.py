@@ -187,6 +187,12 @@ def train(
                 "that has come to its end; others give the same numbers each time.",
                 fix="Name the directory of a complete asynchronous, bounded or gossip run.",
             )
+        if resume:
+            raise UsageError(
+                "a replay begins where its run began, and resumes nothing",
+                where=str(replay),
+                fix="Leave out --resume or --replay.",
+            )
         plan = plan or recorded.plan_file
     reference = sendable_recipe(recipe, overrides)
     # An object has taken them in already.

@@ -15,6 +15,7 @@ from headway.documents import parse_json
 from headway.errors import UsageError
 from headway.run.training.run_directory import RunDirectory
 from headway.synchrony.history import History, merged
+from headway.units import counted
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class RecordedAttempt:
             rows = self.steps(rank)
             after = sum(time > since for _, time in rows)
             if after:
-                lost.append(f"{after} steps of rank {rank}")
+                lost.append(f"{counted(after, 'step')} of rank {rank}")
             # Who was behind when the checkpoint was made begins at its step all the same.
             made = max((number for number, time in rows if time <= since), default=step)
             if taken and made < step:
