@@ -79,7 +79,16 @@ class LocalHolders:
 
     def repeat(self, recorded: History) -> None:
         """Let holders handle their messages in a recorded order."""
-        self._turns = {holder: deque(recorded.entries(holder)) for holder in self._holders}
+        heard_of = recorded.lives(self._owner)
+        self._turns = {
+            holder: deque(
+                entry
+                for entry in recorded.entries(holder)
+                # A life of which nobody has heard has done nothing.
+                if not self._is_anew(entry) or entry in heard_of
+            )
+            for holder in self._holders
+        }
         for holder in self._holders:
             self._advance(holder)
 
@@ -123,8 +132,8 @@ class LocalHolders:
             self._lives[holder, self._owner] = joined.life
             self._begin_at(holder, self._owner, (joined.life, 0))
             if self._turns is not None:
-                while self._turns[holder].popleft() != joined:
-                    pass  # a life of which nobody has heard
+                assert self._turns[holder][0] == joined
+                self._turns[holder].popleft()
                 self._advance(holder)
 
     def resume(self, holder: Address, resumed: Resumed) -> None:
