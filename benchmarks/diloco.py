@@ -36,6 +36,7 @@ DILOCO = {
 OWN = {
     "DiLoCo": DILOCO,
     "DiLoCo, int8": {**DILOCO, "compress": "int8"},
+    "DiLoCo, topk:0.25": {**DILOCO, "compress": "topk:0.25"},
     "DiLoCo, topk:0.05": {**DILOCO, "compress": "topk:0.05"},
 }
 NAMES = ("DDP", *OWN)
@@ -90,7 +91,7 @@ def closed_form(name: str, parameters: int) -> float:
     if name.endswith("int8"):  # from one rank of each site; a scale for 256 values
         return parameters * (1 + 4 / 256) / PERIOD
     if "topk" in name:  # a value and a place
-        return parameters * 0.05 * 8 / PERIOD
+        return parameters * float(name.rpartition(":")[2]) * 8 / PERIOD
     return 2 * 4 * parameters / PERIOD  # both ranks of a site, the whole model each
 
 
