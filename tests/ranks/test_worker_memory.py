@@ -101,5 +101,6 @@ def test_the_fullest_worker_holds_what_the_row_says(name: str) -> None:
     assert said.plan is not None, said.lacks
     found = max(run_ranks(RANKS, peak_here, words, rule, timeout=120))
     print(name, said.bytes / graph.parameter_bytes, found / graph.parameter_bytes)
-    # Which messages are there at the same time is a matter of chance.
-    assert 0.93 <= said.bytes / found <= 1.2
+    # Which messages are there at the same time is a matter of chance, and of what else the machine
+    # does: the row counts all that may be.
+    assert 0.93 <= said.bytes / found <= 1.35

@@ -17,6 +17,7 @@ from headway.api.plan_request import device_types_of_ranks
 from headway.cluster import Cluster
 from headway.cluster.faults import CutLink, Fault, KillRank, SlowLink, SlowRank
 from headway.errors import TIMEOUT_SECONDS, PlanError, UsageError
+from headway.keywords import checks_keywords
 from headway.planner.export.to_simulation import step_of_plan
 from headway.planner.export.worker_machines import bytes_of_meeting, worker_machines
 from headway.planner.search.branch_and_bound import PlanSearch
@@ -41,6 +42,7 @@ from headway.synchrony.programs import make_run, server_places
 from headway.units import format_seconds
 
 
+@checks_keywords
 @dataclass(frozen=True, kw_only=True)
 class WorkerFigures:
     """What one worker does.
@@ -62,6 +64,7 @@ class WorkerFigures:
     dies: int | None = None
 
 
+@checks_keywords
 @dataclass(frozen=True, kw_only=True)
 class WorkerScenario:
     """A run on some hardware.

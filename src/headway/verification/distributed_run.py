@@ -443,7 +443,7 @@ class RecordedRun:
             for kind, tensors in by_worker({worker: own}).items()
             for name, value in tensors.items()
         }
-        told = gather_facts((loss, count))
+        told = [(loss, count)] if self._world.alone else gather_facts((loss, count))
         found: dict[str, dict[str, Tensor]] = {}
         for key, value in gather_to_first(flat, world).items():
             kind, _, name = key.partition("/")

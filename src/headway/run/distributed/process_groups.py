@@ -84,6 +84,8 @@ def gather_to_first(
         ranks: Those of this rank's worker; None: all.
         group: Theirs; None: the default one.
     """
+    if world.ranks == 1:
+        return dict(own)
     first, *others = range(world.ranks) if ranks is None else ranks
     told = {name: (t.shape, t.dtype, t.device.type == "cpu") for name, t in own.items()}
     forms = gather_facts(told, group)
