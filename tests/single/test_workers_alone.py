@@ -70,6 +70,8 @@ def test_weight_for_a_dead_worker_comes_back(monkeypatch: pytest.MonkeyPatch) ->
             run.step(batch)
             torch.testing.assert_close(list(model.parameters()), list(alone.parameters()))
             assert holder.weight == weight
+        free.close()
+        free._thread.join(5)
     entries = list(free.history.entries(own))
     sent = sum(isinstance(entry, Undone) for entry in entries)
     assert sent >= 3

@@ -248,7 +248,8 @@ class Bad(nn.Module):
                 case "backward":
                     y.register_hook(lambda _: kill())
                 case "delete":
-                    shutil.rmtree("run")
+                    for _ in range(3):  # rank 0 may just write into it
+                        shutil.rmtree("run", ignore_errors=True)
                 case "exit":
                     os._exit(0)
                 case "collective":

@@ -406,6 +406,8 @@ class FreeRun:
     def close(self) -> None:
         """End without the others, after an error: their channels break, no thread is left."""
         if self._seat is not None and not self.met:
+            with self._holding:
+                self._present.clear()
             self._close_channels(patient=False)
 
     def _close_channels(self, *, patient: bool) -> None:

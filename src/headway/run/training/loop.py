@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from time import monotonic, perf_counter, time
+from time import monotonic, perf_counter, sleep, time
 from types import FrameType
 from typing import Any
 
@@ -304,6 +304,11 @@ class Training:
         note_presence(note_folder, self._world.rank)
         for name in ("needed", "free") if free.needed else ("free",):
             (note_folder / f"{name}-{self._world.rank:05d}").touch()
+        # Whoever dies from here on is left out by the others, once all have noted that they may;
+        # one that dies in this moment is not waited for.
+        until = monotonic() + _NOTE_SECONDS
+        while len(list(note_folder.glob("free-*"))) < self._world.ranks and monotonic() < until:
+            sleep(0.001)
 
     def _tell_losses(self, total: int) -> None:
         """Say which workers have died, and what of their work is missing."""
@@ -717,6 +722,9 @@ def describe_options(optimizer: torch.optim.Optimizer) -> str:
 
 def _is_option(name: str, value: Any) -> bool:
     return name != "params" and isinstance(value, int | float | str | tuple) and value is not False
+
+
+_NOTE_SECONDS = 5.0
 
 
 def _listed(steps: list[str]) -> str:
