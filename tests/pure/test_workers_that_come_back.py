@@ -10,7 +10,7 @@ from headway.plans import Synchrony
 from headway.synchrony.actors import Address, Compute, Gradient
 from headway.synchrony.driving import MailRoom, WorkerSeat
 from headway.synchrony.history import Died, History, Joined, Resumed
-from headway.synchrony.programs import AgreementRun, first_step, make_run
+from headway.synchrony.programs import AgreementRun, make_run, rejoin_step
 from headway.synchrony.servers import Leave, Parameters, Pull, Push, RoundServer, StreamServer
 from support.plain_replicas import Descent, Shares
 
@@ -142,9 +142,9 @@ def test_rounds_that_nobody_makes_are_closed_empty() -> None:
 
 def test_a_worker_comes_back_where_the_slowest_of_the_others_is() -> None:
     often, rare = Synchrony(kind="asynchronous"), Synchrony(kind="asynchronous", fetch_every=5)
-    assert first_step(often, 10, [30, 25]) == 25
-    assert first_step(often, 10, [11, 25]) == 13  # a replay of the life before may make step 12
-    assert first_step(rare, 10, [11, 25]) == 17
+    assert rejoin_step(often, 10, [30, 25]) == 25
+    assert rejoin_step(often, 10, [11, 25]) == 13  # a replay of the life before may make step 12
+    assert rejoin_step(rare, 10, [11, 25]) == 17
 
 
 def test_one_that_comes_back_does_not_know_the_dead_of_its_life_before() -> None:

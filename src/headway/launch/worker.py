@@ -40,7 +40,7 @@ from headway.run.distributed.failure_record import (
     should_report,
     write_failure,
 )
-from headway.run.distributed.launch_env import ATTEMPT, NODE, CameTooLate, LaunchEnv, NobodyLeft
+from headway.run.distributed.launch_env import ATTEMPT, NODE, LaunchEnv, NoPeersLeft, RunEnding
 from headway.user_frames import innermost_user_frame
 
 _EXIT = os._exit
@@ -281,9 +281,9 @@ def run_worker(job: Job) -> None:
             stopped_by = _run_entry(job, ending, life)
         except KeyboardInterrupt:
             end_process(INTERRUPTED)
-        except CameTooLate:
+        except RunEnding:
             end_process(LATE)
-        except NobodyLeft:
+        except NoPeersLeft:
             end_process(ALONE)
         except BaseException as error:
             ending(_unless_exit(error))

@@ -101,7 +101,7 @@ def _of_first(worker: int, snapshots: Snapshots) -> Snapshots:
     return Snapshots() if worker else snapshots
 
 
-def first_step(synchrony: Synchrony, own: int, others: list[int]) -> int:
+def rejoin_step(synchrony: Synchrony, own: int, others: list[int]) -> int:
     """The step, from 0, with which a worker comes back: where the slowest of the others is.
 
     It makes no step twice, and none that a replay of the life before may enter, where it notices

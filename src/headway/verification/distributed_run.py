@@ -44,7 +44,7 @@ from headway.run.step.randomness import build_model
 from headway.run.step.setup import recipe_plan, stepped_each_step
 from headway.run.strategy.training_state import TrainingState
 from headway.run.synchrony.rounds import RoundsRun
-from headway.run.synchrony.worker_group import UnmetRun
+from headway.run.synchrony.worker_group import AnyFreeRun
 from headway.verification.exchange_recording import ExchangeRecorder, exchange_file
 from headway.verification.history_run import history_file
 from headway.verification.recording import (
@@ -297,7 +297,7 @@ class RecordedRun:
         # Of workers that do not meet, each rank's own: loss, count and tensors of every step.
         self._free: list[tuple[float, float, TensorsByKind]] | None = None
         rounds = executor.strategy.rounds
-        if isinstance(rounds, UnmetRun):
+        if isinstance(rounds, AnyFreeRun):
             self._free = []
             rounds.snapshots.every = 0  # no checkpoint is made here
         self._meetings: ExchangeRecorder | None = None
@@ -357,7 +357,7 @@ class RecordedRun:
 
     def _save_history(self, target: Path) -> None:
         rounds = self._run.strategy.rounds
-        if isinstance(rounds, UnmetRun) and rounds.first:
+        if isinstance(rounds, AnyFreeRun) and rounds.first:
             rounds.history.save(history_file(target, rounds.worker))
 
     def _checkpoint_exchange(self) -> None:

@@ -110,11 +110,11 @@ class LaunchEnv:
         return self.launcher != "alone"
 
 
-class CameTooLate(BaseException):
+class RunEnding(BaseException):
     """A worker comes back when the others are about to end: nothing is left for it to do."""
 
 
-class NobodyLeft(BaseException):
+class NoPeersLeft(BaseException):
     """A worker comes back when the others are gone, and with them what it would begin with."""
 
 

@@ -62,7 +62,7 @@ from headway.run.synchrony.differences import DifferenceExchange
 from headway.run.synchrony.free_run import FreeRun
 from headway.run.synchrony.replica import ModelReplica
 from headway.run.synchrony.rounds import RoundsRun, WorkerPlace
-from headway.run.synchrony.worker_group import GroupRun, UnmetRun
+from headway.run.synchrony.worker_group import AnyFreeRun, GroupRun
 
 
 class Reducer(ABC):
@@ -324,7 +324,7 @@ class Strategy:
         reducer: Reducer,
         pipeline: PipelineRunner | None = None,
         divide: Callable[[RankBatch | None], RandomDraws | None] | None = None,
-        rounds: RoundsRun | UnmetRun | None = None,
+        rounds: RoundsRun | AnyFreeRun | None = None,
     ) -> None:
         self.rounds = rounds
         self.parameters = parameters
@@ -542,7 +542,7 @@ class Strategy:
 
     def passes_over(self, step: int) -> bool:
         """Whether a step, from 0, is left out, as the other workers have closed it; then it is."""
-        if not isinstance(self.rounds, UnmetRun) or not self.rounds.is_closed(step):
+        if not isinstance(self.rounds, AnyFreeRun) or not self.rounds.is_closed(step):
             return False
         self.rounds.pass_over()
         self.leave_out()
@@ -629,7 +629,7 @@ class Strategy:
         if self._setup.scheduler is None:
             return
         with warnings.catch_warnings():
-            if isinstance(self.rounds, UnmetRun):
+            if isinstance(self.rounds, AnyFreeRun):
                 # It is: where the parameters are held, and with the rates that this one sets.
                 text = "Detected call of `lr_scheduler.step.*` before `optimizer.step"
                 warnings.filterwarnings("ignore", text)
@@ -720,7 +720,7 @@ def data_parallel_strategy(setup: TrainingSetup) -> Strategy:
 
 def _rounds(
     setup: TrainingSetup, context: StepContext, parameters: HeldParameters
-) -> RoundsRun | UnmetRun | None:
+) -> RoundsRun | AnyFreeRun | None:
     """The meetings of this rank's worker with others; None: all agree at every step. Collective."""
     plan = setup.plan
     if plan.synchrony.by_all_reduce:

@@ -1,19 +1,18 @@
 """Workers that do not meet in rounds, as processes: servers, elastic centres, pairs, gossip.
 
-The programs and holders are those of `headway.synchrony.programs`. Each rank is a worker (or
-leads one: `worker_group`), and some
-ranks have holders: a server's share of the parameters, the centre, the worker's own model. A thread
-of the rank handles what other workers send to its holders, one message at a time, and notes in
-which order (`History`): given that, everything else follows, and the run can be repeated bit by
-bit. Messages go over one-sided channels, two to each other rank: for what this worker asks there,
-and for what is asked here.
+The programs and holders are those of `headway.synchrony.programs`. Each rank is a worker (or leads
+one: `worker_group`), and some ranks have holders: a server's share of the parameters, the centre,
+the worker's own model. A thread of the rank handles what other workers send to its holders, one
+message at a time, and notes in which order (`History`): given that, everything else follows, and
+the run can be repeated bit by bit. Messages go over one-sided channels, two to each other rank: for
+what this worker asks there, and for what is asked here.
 
 A run that repeats a history lets each holder handle its messages in the recorded order.
 
 A process that dies is noticed by its channels. Holders note it, wait for it no more, and drop what
 it has sent; a run whose servers or centre it had ends. The models of pairs and gossip die with
 their workers: so does their weight in the mean, which stays a mean of the others. A worker may come
-back in a new process (`rejoining`), with a new life: its program begins with a later step, and with
+back in a new process (`rejoin`), with a new life: its program begins with a later step, and with
 what servers, the centre or another worker have. In a replay the processes of dead workers live:
 each stops where a holder no longer answers it, and from there on only handles what its own holders
 have handled, until its next life begins.
@@ -41,15 +40,15 @@ from torch.optim import Optimizer
 from headway.channel.channel import Channel, wait_any
 from headway.errors import HeadwayError, PeerLost, RunError, Stalled
 from headway.plans import Plan
-from headway.run.distributed.launch_env import NobodyLeft
+from headway.run.distributed.launch_env import NoPeersLeft
 from headway.run.step.record import AgreementRecord
 from headway.run.synchrony.agreement_recorder import AgreementRecorder
 from headway.run.synchrony.bundle import Bundle
 from headway.run.synchrony.local_holders import LocalHolders, Request
 from headway.run.synchrony.messages import MessageLink, MessageReader
-from headway.run.synchrony.rejoining import (
-    Call,
-    Greeting,
+from headway.run.synchrony.rejoin import (
+    Handshake,
+    JoinRequest,
     call,
     calls_for,
     note_presence,
@@ -309,7 +308,7 @@ class FreeRun:
         self._undone = history.undone(self._place.worker)
         self.gone = history.dead()
 
-    def go_on_with(self, history: History, began: int) -> None:
+    def continue_history(self, history: History, began: int) -> None:
         """This process is a new life of its worker.
 
         Args:
@@ -323,8 +322,8 @@ class FreeRun:
         """Begin with the model as it is now; once.
 
         Raises:
-            CameTooLate: This process is a new life of its worker, and the others are about to end.
-            NobodyLeft: The same, and the others are gone.
+            RunEnding: This process is a new life of its worker, and the others are about to end.
+            NoPeersLeft: The same, and the others are gone.
         """
         if self._seat is not None:
             return
@@ -646,14 +645,14 @@ class FreeRun:
                     self.gone.add(peer)
                     self._present.discard(peer)
                     if not self._may_lose(peer) or len(self._present) == 1:
-                        raise NobodyLeft
+                        raise NoPeersLeft
             note_presence(folder, joined.worker)
 
-    def _meet(self, folder: Path, made: Call, peer: int) -> bool:
+    def _meet(self, folder: Path, made: JoinRequest, peer: int) -> bool:
         """Connect with a worker that has answered; whether it is still there."""
         try:
             self._link(peer, *open_channels(folder, self._place.worker, made, peer))
-            greeting = self._greeting(peer)
+            greeting = self._await_handshake(peer)
         except (PeerLost, Stalled):
             return False
         self._lives[peer] = greeting.life
@@ -661,11 +660,11 @@ class FreeRun:
             self._holders.resume(to, Resumed(sender, greeting.life, number))
         return True
 
-    def _greeting(self, peer: int) -> Greeting:
+    def _await_handshake(self, peer: int) -> Handshake:
         until = monotonic() + self._world.timeout_seconds
         while monotonic() < until:
             said = received(self._asked[peer])
-            if isinstance(said, Greeting):
+            if isinstance(said, Handshake):
                 return said
         raise self._silent(peer, "does not greet a worker that has come back")
 
@@ -679,7 +678,7 @@ class FreeRun:
             if made.worker in self.gone and made.worker not in heard:
                 self._let_in(heard, folder, made)
 
-    def _let_in(self, heard: dict[int, MessageReader], folder: Path, made: Call) -> None:
+    def _let_in(self, heard: dict[int, MessageReader], folder: Path, made: JoinRequest) -> None:
         with self._holding:
             late = not self._present
         made.answer.write_text("no" if late else "yes")
@@ -696,7 +695,7 @@ class FreeRun:
                 return
             self._link(made.worker, *channels)
             heard[made.worker] = self._asked[made.worker]
-            self._links["asking", made.worker].post(self._greeting_for(made.worker))
+            self._links["asking", made.worker].post(self._handshake_for(made.worker))
             if self._place.worker not in self._present:
                 self._links["asking", made.worker].post(Farewell(last=False))
             self.gone.discard(made.worker)
@@ -706,13 +705,13 @@ class FreeRun:
             self.remarks.append(f"worker {made.worker} is back, with step {step}")
             self._holders.join(Joined(made.worker, made.life, made.step))
 
-    def _greeting_for(self, worker: int) -> Greeting:
+    def _handshake_for(self, worker: int) -> Handshake:
         places = self._parts.run.places
         here = [a for a in places if places[a] == worker]
         servers = [address for address in self._parts.holders if address.kind == "server"]
         own: list[Sender] = [self._place.worker, *servers]
         numbers = tuple((s, to, self._numbers[s, to]) for to in here for s in own)
-        return Greeting(self._life, numbers)
+        return Handshake(self._life, numbers)
 
     # -- the holders ---------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ class WorkerPlace:
     Attributes:
         worker: Its worker's number.
         peers: The ranks at its place in each worker, in the order of the workers.
-        across: Their group; None: this process has come back alone, and they are not one.
+        across: Their group; None: a world of one rank, or a process that has rejoined.
         inside: The group of its worker's ranks; None: it is the only one.
     """
 
@@ -60,7 +60,7 @@ class WorkerPlace:
     def of(cls, plan: Plan, world: World) -> WorkerPlace:
         """Make the groups; collective over all ranks."""
         inner = plan.ranks // plan.workers
-        if world.alone:  # this process has come back: there is no group to make
+        if world.alone:  # one rank, or a process that has rejoined: there is no group to make
             return cls(world.rank, tuple(range(plan.ranks)), None, None)
         timeout = timedelta(seconds=world.timeout_seconds) if world.store is not None else None
         mine, place = divmod(world.rank, inner)

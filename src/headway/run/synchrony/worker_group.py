@@ -472,5 +472,5 @@ class GroupRun:
         return made[self._place.worker]
 
 
-UnmetRun: TypeAlias = FreeRun | GroupRun
+AnyFreeRun: TypeAlias = FreeRun | GroupRun
 """A rank's part in a run whose workers do not meet in rounds."""

@@ -36,7 +36,7 @@ from headway.errors import (
 )
 from headway.plans import explain, with_collective
 from headway.run.distributed.failure_record import summarize_exception
-from headway.run.distributed.launch_env import CameTooLate, LaunchEnv
+from headway.run.distributed.launch_env import LaunchEnv, RunEnding
 from headway.run.distributed.world import World, translate_exception
 from headway.run.executor import Executor, check_metrics
 from headway.run.recipe.batch_units import counts_samples, steps_left, stop_steps
@@ -59,8 +59,8 @@ from headway.run.strategy.checkpoint import (
 )
 from headway.run.strategy.training_state import Facts, TrainingState
 from headway.run.synchrony.free_run import FreeRun
-from headway.run.synchrony.rejoining import is_there, note_presence
-from headway.run.synchrony.worker_group import GroupRun, UnmetRun
+from headway.run.synchrony.rejoin import is_there, note_presence
+from headway.run.synchrony.worker_group import AnyFreeRun, GroupRun
 from headway.run.training.callbacks import Callbacks, RunView
 from headway.run.training.job import TrainingOutcome, TrainJob
 from headway.run.training.journal import Journal
@@ -72,7 +72,7 @@ from headway.run.training.run_directory import (
     describe_environment,
 )
 from headway.synchrony.history import History
-from headway.synchrony.programs import first_step
+from headway.synchrony.programs import rejoin_step
 
 
 class Training:
@@ -92,7 +92,7 @@ class Training:
         self._directory = RunDirectory(job.directory)
         self._values: dict[str, float] = {}
         self._saved = -1
-        self._free: UnmetRun | None = None
+        self._free: AnyFreeRun | None = None
         self._lost: list[str] = []
         self._recorded: RecordedAttempt | None = None
         self._needed: frozenset[int] = frozenset()
@@ -233,7 +233,7 @@ class Training:
         self._repeat_history()
         rounds, world = self.executor.strategy.rounds, self._world
         rank, ranks, group = world.rank, world.ranks, world.side_group
-        if isinstance(rounds, UnmetRun):
+        if isinstance(rounds, AnyFreeRun):
             # Each worker has the model at the end: the first that is left writes it.
             self._free, rank, ranks, group = rounds, 0, 1, None
             if isinstance(rounds, GroupRun):
@@ -241,7 +241,7 @@ class Training:
                 group = rounds.saving
             elif world.place.life:
                 began, _, _ = self._noted_start()
-                rounds.go_on_with(History.load(self._history, killed=True), began)
+                rounds.continue_history(History.load(self._history, killed=True), began)
             rounds.snapshots.every = rounds.snapshots.every or recipe.checkpoint_every
             if rounds.first:
                 rounds.history.append_to(self._history)
@@ -264,7 +264,7 @@ class Training:
         if self._recorded is None:
             return
         run = self.executor.strategy.rounds
-        if not isinstance(run, UnmetRun):
+        if not isinstance(run, AnyFreeRun):
             raise UsageError(
                 "this plan has no history to replay",
                 where=str(self._job.replay),
@@ -343,9 +343,9 @@ class Training:
             if other != place.rank and is_there(folder, other)
         ]
         own = max(self._steps_of(place.rank), default=self._began)
-        step = first_step(self._plan.synchrony, own, others)
+        step = rejoin_step(self._plan.synchrony, own, others)
         if step >= total:
-            raise CameTooLate
+            raise RunEnding
         self.executor.skip(step - self._began)
         if self._used is not None:
             self._used += (step - self._began) * self._plan.batch.samples
@@ -525,7 +525,7 @@ class Training:
                 break
         return None
 
-    def _end_free(self, free: UnmetRun, total: int) -> None:
+    def _end_free(self, free: AnyFreeRun, total: int) -> None:
         if free.first:
             free.history.save(self._history)
         self._journal.last(self.executor.steps_done, free.agreement_record())
@@ -629,7 +629,7 @@ class Training:
         self._saved = step
         self._callbacks.call("on_checkpoint", self._view)
 
-    def _saves(self, free: UnmetRun, step: int) -> bool:
+    def _saves(self, free: AnyFreeRun, step: int) -> bool:
         """Whether this rank saves, of workers that do not meet."""
         if not free.saves or free.met or isinstance(free, GroupRun):
             return free.saves

@@ -19,7 +19,7 @@ from time import monotonic, sleep
 from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
 from headway.channel.channel import Channel
-from headway.run.distributed.launch_env import CameTooLate
+from headway.run.distributed.launch_env import RunEnding
 from headway.synchrony.actors import Address, Sender
 
 _POLL_SECONDS = 0.02
@@ -28,7 +28,7 @@ CHANNEL_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
-class Greeting:
+class Handshake:
     """What a worker tells one that has come back, before anything else.
 
     Attributes:
@@ -41,7 +41,7 @@ class Greeting:
 
 
 @dataclass(frozen=True)
-class Call:
+class JoinRequest:
     """Of a worker that has come back, for one of the others.
 
     Attributes:
@@ -59,26 +59,26 @@ class Call:
         return self.path.with_name(self.path.name.replace("call", "answer", 1))
 
 
-def calls_for(folder: Path, rank: int) -> list[Call]:
+def calls_for(folder: Path, rank: int) -> list[JoinRequest]:
     """The calls for a rank that have not been answered."""
     found = []
     for path in sorted(folder.glob(f"call-*-{rank:05d}")):
         _, worker, life, _ = path.name.split("-")
         with suppress(OSError, ValueError):
-            call = Call(int(worker), int(life), int(path.read_text()), path)
+            call = JoinRequest(int(worker), int(life), int(path.read_text()), path)
             if not call.answer.exists():
                 found.append(call)
     return found
 
 
-def open_channels(folder: Path, rank: int, call: Call, peer: int) -> tuple[Channel, Channel]:
+def open_channels(folder: Path, rank: int, call: JoinRequest, peer: int) -> tuple[Channel, Channel]:
     """The channels of a worker that has come back and another, the same two at both ends.
 
     Raises:
         PeerLost: The other end is gone.
         Stalled: It does not come.
     """
-    meeting = FileStore(str(folder / "rejoining"), -1)
+    meeting = FileStore(str(folder / "rejoin"), -1)
     store = PrefixStore(call.path.name, meeting)
     first, second = (
         Channel(peer, slots=4, store=store, rank=rank, timeout=CHANNEL_SECONDS) for _ in range(2)
@@ -86,14 +86,16 @@ def open_channels(folder: Path, rank: int, call: Call, peer: int) -> tuple[Chann
     return first, second
 
 
-def call(folder: Path, rank: int, life: int, step: int, peer: int, seconds: float) -> Call | None:
-    """Call one of the others, and wait for its answer; None: it is gone.
+def call(
+    folder: Path, rank: int, life: int, step: int, peer: int, seconds: float
+) -> JoinRequest | None:
+    """Ask one of the others to connect, and wait for its answer; None: it is gone.
 
     Raises:
-        CameTooLate: It is about to end.
+        RunEnding: It is about to end.
     """
     path = folder / f"call-{rank:05d}-{life}-{peer:05d}"
-    made = Call(rank, life, step, path)
+    made = JoinRequest(rank, life, step, path)
     aside = folder / f".{path.name}"
     aside.write_text(str(step))
     aside.replace(path)
@@ -102,13 +104,13 @@ def call(folder: Path, rank: int, life: int, step: int, peer: int, seconds: floa
         if made.answer.exists():
             if made.answer.read_text() == "yes":
                 return made
-            raise CameTooLate
+            raise RunEnding
         if not is_there(folder, peer):
             break
         sleep(_POLL_SECONDS)
     path.unlink(missing_ok=True)
     if any((folder / f"{note}-{peer:05d}").exists() for note in ("ended", "result")):
-        raise CameTooLate
+        raise RunEnding
     return None
 
 
