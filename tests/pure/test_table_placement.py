@@ -1,0 +1,75 @@
+"""pure: where the pieces of tables lie: every entry has one owner, whatever the way."""
+
+import pytest
+
+from headway.plans.tables import TablePlacement, TableSplit, Way, mixed_hash, place_tables
+
+SHAPES = {"small.weight": (10, 8), "large.weight": (1001, 6), "middle.weight": (100, 7)}
+WAYS: tuple[Way, ...] = ("table", "column", "row", "table_row", "grid", "hash")
+
+
+def entries(placed: TablePlacement, rank: int) -> set[tuple[int, int]]:
+    """(row, column) of what a rank has."""
+    piece = placed.piece_of(rank)
+    if piece is None:
+        return set()
+    number, part = piece
+    rows = range(placed.rows)
+    if placed.cut == "range":
+        rows = placed.row_range(number, part)
+    else:
+        parts = len(placed.owners[number])
+        rows = [row for row in rows if mixed_hash(row) % parts == part]
+    return {(row, column) for row in rows for column in placed.column_range(number)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+def test_every_entry_has_one_owner(way: Way, ranks: int) -> None:
+    placed = place_tables([TableSplit(way=way)], SHAPES, ranks, node=2 if ranks % 2 == 0 else None)
+    assert list(placed) == list(SHAPES)
+    for name, (rows, columns) in SHAPES.items():
+        parts = [entries(placed[name], rank) for rank in range(ranks)]
+        assert sum(map(len, parts)) == len(set().union(*parts)) == rows * columns
+
+
+def test_tables_go_to_the_rank_with_least_the_largest_first() -> None:
+    placed = place_tables([TableSplit(way="table")], SHAPES, 2)
+    assert [placed[name].owners for name in SHAPES] == [((1,),), ((0,),), ((1,),)]
+
+
+def test_the_first_split_that_means_a_table_counts() -> None:
+    splits = [TableSplit(tables="small*", way="copies"), TableSplit(tables="*", way="row")]
+    placed = place_tables(splits, SHAPES, 2)
+    assert placed["small.weight"].cut == "none"
+    assert placed["large.weight"].owners == ((0, 1),)
+    assert not place_tables([TableSplit(tables="other")], SHAPES, 2)
+
+
+def test_grid_cuts_columns_over_nodes_and_rows_inside() -> None:
+    placed = place_tables([TableSplit(way="grid")], SHAPES, 4, node=2)
+    assert placed["large.weight"].owners == ((0, 1), (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("split", "said"),
+    [
+        (TableSplit(way="table", ranks=(0, 1)), "one rank holds it"),
+        (TableSplit(way="row", ranks=(0, 5)), "there is no rank 5; there are 2"),
+        (TableSplit(way="row", ranks=(1, 1)), "named twice"),
+        (TableSplit(way="column", columns=9), "cannot be cut into 9 ranges"),
+        (TableSplit(way="grid", columns=3), "cannot be cut into 3 ranges"),
+        (TableSplit(way="copies", ranks=(0,)), "leave out ranks"),
+    ],
+)
+def test_what_does_not_fit_is_said_with_the_table(split: TableSplit, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as found:
+        place_tables([split], SHAPES, 2)
+    assert ".weight" in str(found.value)
+
+
+def test_the_hash_is_splitmix64() -> None:
+    # The first numbers of the published generator with seed 0, whose state grows by its constant.
+    golden = 0x9E3779B97F4A7C15
+    found = [mixed_hash(n * golden & (2**64 - 1)) for n in range(3)]
+    assert found == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
