@@ -29,6 +29,7 @@ from headway.plans import (
     pipelined,
     plan_difference,
 )
+from headway.plans.tables import TableSplit
 from support.golden import check_golden
 
 PLAN = data_parallel(64, processes=2, microbatch=8)
@@ -46,6 +47,7 @@ EVERYTHING = dataclasses.replace(
         by=(ModuleSplit(modules="blocks.*.mlp", tensor=(1, 1)),),
         spatial=(1,),
         head="samples",
+        tables=(TableSplit(tables="emb.*", way="row", ranks=(1, 0)),),
     ),
     pipeline=PipelinePlan(shared_memory=False),
     memory=MemoryPolicy(precision="bfloat16", zero=1),
@@ -183,6 +185,7 @@ def _unchecked(data):
         "split": LayerSplit(
             **_tuples(data["split"])
             | {"by": tuple(ModuleSplit(**_tuples(one)) for one in data["split"]["by"])}
+            | {"tables": tuple(TableSplit(**_tuples(one)) for one in data["split"]["tables"])}
         ),
         "pipeline": PipelinePlan(**data["pipeline"]),
         "exchange": ExchangePlan(**data["exchange"]),

@@ -1,20 +1,24 @@
-"""How layers are split over ranks that share their samples: tensor and spatial parallelism.
+"""How layers are split: tensor and spatial parallelism over ranks that share their samples, and
+tables of rows (embeddings) over all that share the batch.
 
 Sources: Shoeybi et al. 2019 (1-D), Xu et al. 2021 (2-D, Optimus), Wang et al. 2021 (2.5-D,
-Tesseract), Bian et al. 2021 (3-D); Oyama et al. 2020 (spatial).
+Tesseract), Bian et al. 2021 (3-D); Oyama et al. 2020 (spatial); `plans.tables` for tables.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal, cast
+
+from pydantic import Discriminator, GetPydanticSchema, Tag
 
 from headway.collective.compression import ELEMENTWISE_NAMES, compressor_of
 from headway.documents import document
 from headway.keywords import checks_keywords
 from headway.plans.exchange import ExchangePlan
 from headway.plans.mesh import Axis, Mesh
+from headway.plans.tables import TableSplit, Way
 from headway.plans.tensor_layout import TensorGrid
 
 TENSOR, SPACE = "tensor", "space"
@@ -47,6 +51,22 @@ class ModuleSplit:
         return grid_of(self.tensor, self.form)
 
 
+def _form_of(value: object) -> str:
+    return "table" if isinstance(value, dict) else "way" if isinstance(value, str) else "list"
+
+
+_Forms = (
+    Annotated[tuple[TableSplit, ...], Tag("list")]
+    | Annotated[TableSplit, Tag("table")]
+    | Annotated[Way, Tag("way")]
+)
+Tables = Annotated[
+    tuple[TableSplit, ...],
+    GetPydanticSchema(lambda _, schema: schema(Annotated[_Forms, Discriminator(_form_of)])),
+]
+"""One table may be written without its list, and one way for all tables as its name."""
+
+
 @checks_keywords
 @document
 class LayerSplit:
@@ -65,6 +85,9 @@ class LayerSplit:
         min_width: See `parallel.spatial.SpatialContext`.
         head: What layers behind the split of space work on: "gathered": every rank on all samples;
             "samples": each rank on its share of them; "auto": the latter where there are several.
+        tables: Tables of rows (embeddings) that lie in pieces on the ranks that share the batch;
+            the first that matches counts, and what none matches is as the rest of the model. A way
+            alone ("row") means all tables.
     """
 
     tensor: tuple[int, ...] = ()
@@ -75,6 +98,14 @@ class LayerSplit:
     spatial: tuple[int, ...] = ()
     min_width: int = 1
     head: Head = "auto"
+    tables: Tables = ()
+
+    def __post_init__(self) -> None:
+        given: object = self.tables  # as it may be written: `LayerSplit(tables="row")`
+        if isinstance(given, str):
+            given = TableSplit(way=cast("Way", given))
+        if isinstance(given, TableSplit):
+            object.__setattr__(self, "tables", (given,))
 
     def __str__(self) -> str:
         """ "linear layers over 2 x 2 ranks (summa); samples over 2 x 1 x 1 ranks"."""
@@ -88,6 +119,8 @@ class LayerSplit:
         if self.spatial:
             head = "" if self.head == "auto" else f", then {_HEADS[self.head]}"
             found.append(f"the last dimensions of samples over {_by(self.spatial)} ranks{head}")
+        if self.tables:
+            found.append(f"tables: {', '.join(map(str, self.tables))}")
         return "; ".join(found) or "none"
 
     @property
@@ -133,8 +166,38 @@ class LayerSplit:
             yield f"split.head is {self.head!r}: it needs split.spatial"
         if self.tensor:
             yield from _exchange_problems(exchange)
-        if self.ranks > 1 and exchange.reduce != "mean":
+        if (self.ranks > 1 or self.tables) and exchange.reduce != "mean":
             yield f"exchange.reduce is {exchange.reduce!r}: with a split it can only be 'mean'"
+        yield from self._problems_of_tables(mesh, exchange)
+
+    def _problems_of_tables(self, mesh: Mesh, exchange: ExchangePlan) -> Iterator[str]:
+        if not self.tables:
+            return
+        for number, one in enumerate(self.tables):
+            said = f"split.tables.{number}"
+            if not one.tables.strip():
+                yield f"{said}.tables is empty; a pattern of names, such as \"embeddings.*\""
+            if one.columns < 0:
+                yield f"{said}.columns is {one.columns}; at least 1, or 0 for one for each rank"
+            if one.columns and one.way not in ("column", "grid"):
+                yield f'{said}.columns: way "{one.way}" cuts no columns; leave it out'
+            if one.ranks and one.way == "copies":
+                yield f'{said}.ranks: way "copies" lies on every rank; leave it out'
+            if len(set(one.ranks)) < len(one.ranks):
+                yield f"{said}.ranks: {list(one.ranks)} names a rank twice"
+            shared = math.prod(a.size for a in mesh.axes if a.name not in (TENSOR, SPACE, "pipe"))
+            if wrong := sorted({rank for rank in one.ranks if not 0 <= rank < shared}):
+                yield f"{said}.ranks: there is no rank {wrong[0]}; {shared} share the batch, from 0"
+        if exchange.priority:
+            yield (
+                "exchange.priority with split.tables: the gradient of a table is complete where "
+                "it lies and in no bucket, so that no update of a bucket would make its update"
+            )
+        if exchange.values != "gradients":
+            yield (
+                f"exchange.values is {exchange.values!r}: with split.tables only 'gradients': "
+                "the update of a table's row is made once, by the rank that has it"
+            )
 
     def _problems_of_others(self) -> Iterator[str]:
         ranks = math.prod(self.tensor)

@@ -173,6 +173,16 @@ class Plan:
         return self.mesh.degree(PIPE_AXIS)
 
     @property
+    def meets_in_forward(self) -> bool:
+        """Whether ranks that share the batch meet in a forward pass: they make as many passes.
+
+        Sharded state is gathered, batches are normalised, rows of tables are looked up by all ranks
+        together; a rank that has fewer micro-batches repeats its last one, without counting it.
+        """
+        shared = self.memory.zero > 0 or self.batch.norm == "global" or bool(self.split.tables)
+        return shared and self.data_degree > 1
+
+    @property
     def exchange_degree(self) -> int:
         """The ranks over which the exchange sums; 1 where it has nothing to sum."""
         # In a pipeline the schedule sums over the copies of stages; under ZeRO, FSDP2 does.
@@ -216,9 +226,7 @@ class Plan:
         """Samples of each micro-batch that a rank computes of a full batch, in order."""
         share = self.batch.share(self.data_rank(rank), self.data_degree)
         found = tuple(map(len, self.batch.microbatches(share)))
-        # Sharded state is gathered by all ranks together: a rank with fewer micro-batches repeats
-        # its last one, without counting it.
-        if self.pipe_degree == 1 and self.memory.zero and self.data_degree > 1:
+        if self.pipe_degree == 1 and self.meets_in_forward:
             found += found[-1:] * (self.batch.passes(self.data_degree) - len(found))
         return found
 
@@ -234,6 +242,8 @@ class Plan:
             name: found["synchrony"][name]
             for name in dict.fromkeys(("kind", *self.synchrony.given))
         }
+        if not self.split.tables:  # plans without them keep the name that they had
+            del found["split"]["tables"]
         return found
 
     def to_json(self) -> str:
@@ -575,6 +585,7 @@ def unsupported_by_executor(plan: Plan) -> Iterator[str]:
     split, zero = plan.group_degree > 1, plan.memory.zero
     if plan.split.tensor and plan.split.spatial:
         yield "split.tensor and split.spatial at once"
+    yield from _unsupported_tables(plan)
     if plan.split.by and plan.pipe_degree > 1 and zero:
         yield f"split.by with a pipeline and memory.zero {zero}: its parts lie on one grid"
     if not plan.flushes and split:
@@ -583,6 +594,32 @@ def unsupported_by_executor(plan: Plan) -> Iterator[str]:
         yield (
             f"memory.zero {zero} with a pipeline of {plan.pipeline.schedule}, without a flush: "
             "several versions of the weights are kept whole"
+        )
+
+
+def _unsupported_tables(plan: Plan) -> Iterator[str]:
+    if not plan.split.tables:
+        return
+    yield "split.tables"
+    if plan.pipe_degree > 1:
+        yield (
+            "split.tables with a pipeline: all ranks that share the batch look rows up together, "
+            "and the copies of a stage are at different micro-batches at one time"
+        )
+    if plan.split.tensor:
+        yield (
+            "split.tables with split.tensor: what a lookup delivers has no rule by which the "
+            "layers behind it would be split"
+        )
+    if plan.split.spatial:
+        yield (
+            "split.tables with split.spatial: ids are looked up by whole samples, of which no rank "
+            "has one"
+        )
+    if not plan.synchrony.by_all_reduce:
+        yield (
+            f"split.tables with workers that do not agree at every step ({plan.synchrony}): a "
+            "table is there once, and cannot be a different one for each worker"
         )
 
 

@@ -56,6 +56,14 @@ class TableSplit:
     ranks: tuple[int, ...] = ()
     travels: Travels = "auto"
 
+    def __str__(self) -> str:
+        """ "emb.* by grid (2 ranges of columns; rows travel) on ranks 0, 2"."""
+        more = [f"{self.columns} ranges of columns"] if self.columns else []
+        more += [f"{self.travels} travel"] if self.travels != "auto" else []
+        where = f" on ranks {', '.join(map(str, self.ranks))}" if self.ranks else ""
+        told = f" ({'; '.join(more)})" if more else ""
+        return f"{self.tables} by {self.way}{told}{where}"
+
 
 @document
 class TablePlacement:

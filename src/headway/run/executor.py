@@ -107,8 +107,7 @@ class Instruction:
             the sums of the gradients of each stage's copies.
         forward: the loss of micro-batch `microbatch`.
         idle: a forward pass that counts nothing, in place of a micro-batch that this rank lacks
-            and another one has: sharded state is gathered, and global statistics are taken, by all
-            ranks together.
+            and another one has: see `Plan.meets_in_forward`.
         tally: start to sum loss, count and votes over all ranks.
         arm: send gradients as soon as the next backward pass has made them.
         backward: the gradients of micro-batch `microbatch`, added to those before.
@@ -155,8 +154,7 @@ def compile_step(
         ending: list[Kind] = ["scale", *limit, _update(plan)] if plan.flushes else ["settle"]
         kinds: list[Kind] = ["clear", "pipeline", "tally", *ending]
         return StepProgram(tuple(map(Instruction, kinds)))
-    together = plan.memory.zero > 0 or plan.batch.norm == "global"
-    most = max(passes or 0, num_microbatches) if together else num_microbatches
+    most = max(passes or 0, num_microbatches) if plan.meets_in_forward else num_microbatches
     own = [_microbatch(number, idle=number >= num_microbatches) for number in range(most)]
     exchange = plan.exchange
     together = plan.ranks > plan.workers

@@ -144,6 +144,8 @@ def degrees_of(plan: Plan) -> Degrees:
     grid = plan.split.grid
     if plan.split.spatial:
         problems.append("split.spatial")
+    if plan.split.tables:
+        problems.append(f"split.tables: {plan.split}; what lookups of rows take is not priced")
     if grid is not None and (grid.form != "classic" or plan.split.by):
         problems.append(f"split.tensor: {plan.split}; only 1-D, the same for all modules")
     if several and pipeline.table:

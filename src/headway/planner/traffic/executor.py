@@ -330,6 +330,8 @@ def _refuse(
     known = [part for size in sizes for part in by_size.get(size, ())]
     if plan.group_degree > 1 and any(part.passes is None for part in known):
         problems.append(f"split: {plan.split}; what its operators send is not known")
+    if plan.split.tables:
+        problems.append("split.tables: what lookups send follows from the ids of each batch")
     if (
         plan.memory.zero
         and plan.ranks > 1

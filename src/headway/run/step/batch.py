@@ -150,7 +150,7 @@ def rank_loader(
     rank, ranks = plan.data_rank(world.rank), plan.data_degree
     agree = None if alone else partial(check_agreement, world)
     # Of data parallelism alone: elsewhere ranks meet in the forward pass, by their samples.
-    in_step = plan.data_degree == plan.ranks and not plan.memory.zero and plan.batch.norm == "local"
+    in_step = plan.data_degree == plan.ranks and not plan.meets_in_forward
     return Loader(
         source, plan.batch, rank=rank, ranks=ranks, agree=agree, in_step=in_step, **options
     )
@@ -213,8 +213,7 @@ class PaddingBatch:
     """The last micro-batch that this rank had, for passes that count nothing."""
 
     def __init__(self, plan: Plan) -> None:
-        together = plan.memory.zero > 0 or plan.batch.norm == "global"
-        self._wanted = together and plan.data_degree > 1
+        self._wanted = plan.meets_in_forward
         self._ranks = plan.data_degree
         self._micro: MicroBatch | None = None
         self._met = False
@@ -231,8 +230,8 @@ class PaddingBatch:
             raise DataError(
                 f"the first batch has {counted(batch.samples, 'sample')} "
                 f"for {counted(self._ranks, 'rank')}",
-                why="With sharded state or global statistics a rank without samples repeats its "
-                "last micro-batch.",
+                why="With sharded state, split tables or global statistics a rank without samples "
+                "repeats its last micro-batch.",
                 fix="Set drop_last, or begin at another batch.",
             )
         self._met = True
