@@ -116,7 +116,7 @@ def test_all_problems_are_told_together():
         'split.tables.0.columns: way "row" cuts no columns; leave it out',
         "split.tables.0.ranks: [0, 0, 5] names a rank twice",
         "split.tables.0.ranks: there is no rank 5; 4 share the batch, from 0",
-        "split.tables.1.tables is empty; a pattern of names, such as \"embeddings.*\"",
+        'split.tables.1.tables is empty; a pattern of names, such as "embeddings.*"',
         'split.tables.1.ranks: way "copies" lies on every rank; leave it out',
         "split.tables.2.columns is -1; at least 1, or 0 for one for each rank",
         "exchange.priority with split.tables: the gradient of a table is complete where it lies "

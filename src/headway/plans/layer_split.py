@@ -176,7 +176,7 @@ class LayerSplit:
         for number, one in enumerate(self.tables):
             said = f"split.tables.{number}"
             if not one.tables.strip():
-                yield f"{said}.tables is empty; a pattern of names, such as \"embeddings.*\""
+                yield f'{said}.tables is empty; a pattern of names, such as "embeddings.*"'
             if one.columns < 0:
                 yield f"{said}.columns is {one.columns}; at least 1, or 0 for one for each rank"
             if one.columns and one.way not in ("column", "grid"):
