@@ -153,7 +153,7 @@ def test_wrong_callbacks_metrics_and_names_are_refused():
     for made, said in [
         ([1.0], "not a dictionary"),
         ({"loss": 1.0}, "named loss"),
-        ({"one": torch.ones(3)}, "mean over the samples of the batch, or a pair"),
+        ({"one": torch.ones(3)}, "mean over the samples of the batch, a pair"),
     ]:
         with pytest.raises(RecipeError, match=said):
             run.validate(points(5, 1), lambda model, batch, made=made: made)

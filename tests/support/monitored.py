@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import TensorDataset
 
 import headway
+from headway.metrics import Statistic, auc
 
 
 def points(count: int, seed: int) -> TensorDataset:
@@ -26,7 +27,7 @@ def model() -> nn.Module:
 
 
 def metrics(model: nn.Module, batch: Any) -> dict[str, Any]:
-    """A share of samples, a mean, and one that counts only some of the samples."""
+    """A share of samples, a mean, one that counts only some of the samples, and statistics."""
     x, y = batch
     scores = model(x)
     right = scores.argmax(1) == y
@@ -34,6 +35,8 @@ def metrics(model: nn.Module, batch: Any) -> dict[str, Any]:
         "accuracy": (right.sum(), right.numel()),
         "margin": (scores[:, 0] - scores[:, 1]).abs().mean(),
         "recall": (right[y == 1].sum(), (y == 1).sum()),
+        "auc": auc(scores[:, 1] - scores[:, 0], y),
+        "largest": Statistic(scores.abs(), torch.max, "rows"),
     }
 
 
@@ -86,7 +89,9 @@ class Writer:
 
     def on_validation_end(self, run: Any) -> None:
         self._note(run, "validation")
-        assert run.validation.keys() == {"loss", "accuracy", "margin", "recall"}
+        assert run.validation.keys() == {
+            *("loss", "accuracy", "margin", "recall", "auc", "largest")
+        }
 
     def on_checkpoint(self, run: Any) -> None:
         self._note(run, "checkpoint")
@@ -152,7 +157,15 @@ def value_of(model: nn.Module) -> dict[str, float]:
         "accuracy": right.double().mean().item(),
         "margin": (scores[:, 0] - scores[:, 1]).abs().mean().item(),
         "recall": right[y == 1].double().mean().item(),
+        "auc": auc_by_pairs(scores[:, 1] - scores[:, 0], y),
+        "largest": scores.abs().max().item(),
     }
+
+
+def auc_by_pairs(scores: Tensor, labels: Tensor) -> float:
+    """By its definition."""
+    above = scores[labels == 1][:, None] - scores[labels == 0]
+    return ((above > 0).double() + (above == 0).double() / 2).mean().item()
 
 
 def events(directory: Path, kind: str) -> list[dict[str, Any]]:

@@ -11,9 +11,8 @@ global count, however the batch is split. `headway verify` proves it for a recip
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +25,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from headway.channel.facts import gather_facts
 from headway.checkpoint.pretrained import load_weights
 from headway.checkpoint.store import CheckpointStore
 from headway.data import Cursor, Loader, LoaderSource, MicroBatch, RankBatch
@@ -43,7 +41,7 @@ from headway.run.distributed.world import World
 from headway.run.pipeline.step import check_last_batch
 from headway.run.recipe.accepted_forms import with_article
 from headway.run.recipe.loss_errors import loss_errors_explained
-from headway.run.recipe.recipe import Loss, Metrics, check_trains, metric_sums, sum_and_count
+from headway.run.recipe.recipe import Loss, Metrics, check_trains, metric_parts, sum_and_count
 from headway.run.recipe.schema import Precision
 from headway.run.step.batch import (
     PaddingBatch,
@@ -58,6 +56,7 @@ from headway.run.step.batch import (
 from headway.run.step.double_precision import double_precision
 from headway.run.step.forward_pass import ForwardPass, autocast, float_dtype, to_float64
 from headway.run.step.loss_probe import explain_split_loss, whole_copy
+from headway.run.step.metrics import MetricParts, metrics_over_ranks
 from headway.run.step.randomness import (
     LogicalRandomness,
     RandomDraws,
@@ -443,7 +442,8 @@ class Executor:
     ) -> dict[str, float]:
         """The mean loss and the metrics over validation data; equal on every rank, collective.
 
-        Sums and counts are added over all samples of all ranks, and divided once.
+        Sums and counts are added over all samples of all ranks, and divided once; statistics are
+        put together, and their metric is made once.
 
         Args:
             examples: A `Source`, a map-style `Dataset`, or a loader.
@@ -456,7 +456,7 @@ class Executor:
         Raises:
             PlanError: Metrics of split samples, of which no rank has a whole one.
             RecipeError: In a pipeline: metrics that call the model otherwise than once.
-            RecipeError: A metric is neither a mean nor a pair (sum, count).
+            RecipeError: A metric is no mean, no pair (sum, count) and no statistic.
         """
         if isinstance(examples, Loader):
             return self.validation(examples, metrics)[0]
@@ -494,7 +494,7 @@ class Executor:
             check_metrics(self.plan)
         self.flush()
         self.strategy.parameters.share_buffers()
-        found: dict[str, tuple[float, float]] = {}
+        found = MetricParts()
         # float64, because counts above 2^24 are not exact in float32.
         totals = torch.zeros(3, dtype=torch.float64)
         for batch in batches:
@@ -506,33 +506,15 @@ class Executor:
                 # All ranks that share a sample have computed its loss: only one of them counts.
                 totals += self._sums(batch) * self.plan.counts(self.world.rank)
                 if metrics is not None:
-                    add_sums(found, self._metric_sums(batch, metrics))
+                    for value, samples in self._evaluated(batch, metrics):
+                        found.add(metric_parts(value, samples))
         doing = f"validation of step {self.steps_done + 1}"
         self.world.sum(totals, doing)
         values = {"loss": float(totals[0] / totals[1])}
         if metrics is not None:
-            values |= self._mean_metrics(found, doing)
+            own = found.joined() if self.plan.counts(self.world.rank) else {}
+            values |= metrics_over_ranks(own, self.world, doing)
         return values, int(totals[2])
-
-    def _metric_sums(self, batch: RankBatch, metrics: Metrics) -> dict[str, tuple[float, float]]:
-        """Of this rank's part of a batch: sum and count of each metric."""
-        sums: dict[str, tuple[float, float]] = {}
-        for value, samples in self._evaluated(batch, metrics):
-            add_sums(sums, metric_sums(value, samples))
-        return sums
-
-    def _mean_metrics(self, own: Mapping[str, tuple[float, float]], doing: str) -> dict[str, float]:
-        """The metrics over all ranks, which need not have met all names; collective."""
-        counted = dict(own) if self.plan.counts(self.world.rank) else {}
-        told = [counted]
-        if not self.world.alone:
-            with self.world.explained(doing):
-                told = gather_facts(counted)
-        # In the order of the ranks, so that all get the same bits.
-        sums: dict[str, tuple[float, float]] = {}
-        for each in told:
-            add_sums(sums, each)
-        return {name: total / count if count else math.nan for name, (total, count) in sums.items()}
 
     def cut(self, batch: RankBatch | None, metrics: Metrics | None = None) -> None:
         """Cut the model into the plan's stages, or split its layers; collective.
@@ -885,13 +867,6 @@ def check_metrics(plan: Plan) -> None:
             fix='Leave out metrics and monitor="loss", or split the model by stages, zero or '
             "tensor.",
         )
-
-
-def add_sums(sums: dict[str, tuple[float, float]], more: Mapping[str, Sequence[float]]) -> None:
-    """Add sums and counts by name."""
-    for name, (total, count) in more.items():
-        before = sums.get(name, (0.0, 0.0))
-        sums[name] = before[0] + total, before[1] + count
 
 
 def move_optimizer_state(optimizer: Optimizer) -> None:

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map
 from headway.data import Cursor, MicroBatch, RankBatch
 from headway.data.torch_loader import known_length
 from headway.errors import Diverged
+from headway.metrics import Statistic
 from headway.parallel.stages import ModelStages
 from headway.plans import BatchSplit
 from headway.run.distributed.launch_env import LaunchEnv
@@ -178,6 +179,7 @@ def _validation(recipe: Recipe, model: nn.Module) -> dict[str, float]:
     batch = min(samples or batch_samples(recipe), batch_samples(recipe))
     model.eval()
     found: dict[str, list[tuple[float, float]]] = {}
+    statistics: dict[str, list[Statistic]] = {}
     for (share,) in reference_batches(
         source,
         BatchSplit(samples=batch),
@@ -190,18 +192,27 @@ def _validation(recipe: Recipe, model: nn.Module) -> dict[str, float]:
         for micro in share.micros:
             samples = len(micro.positions)
             with double_precision(recipe.precision):
-                values = {"loss": recipe.loss(model, loss_inputs(micro, recipe))}
+                values: dict[str, Any] = {"loss": recipe.loss(model, loss_inputs(micro, recipe))}
                 if recipe.metrics is not None:
                     values |= recipe.metrics(model, loss_inputs(micro, recipe))
             for name, value in values.items():
+                if isinstance(value, Statistic):
+                    statistics.setdefault(name, []).append(value)
+                    continue
                 total, count = loss_sum(value, samples)
                 found.setdefault(name, []).append((float(total), float(count)))
     model.train()
     # Of a metric that nothing counts there is no mean.
-    return {
+    return {name: _whole(parts) for name, parts in statistics.items()} | {
         name: fsum(total for total, _ in pairs) / (fsum(n for _, n in pairs) or nan)
         for name, pairs in found.items()
     }
+
+
+def _whole(parts: Sequence[Statistic]) -> float:
+    tensors = [part.part.double() for part in parts]
+    rows = parts[0].join == "rows"
+    return float(parts[0].final(torch.cat(tensors) if rows else torch.stack(tensors).sum(0)))
 
 
 def find_draws(recipe: Recipe, model: nn.Module, shares: Sequence[RankBatch]) -> RandomDraws:

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from headway.data.source import Source
 from headway.errors import RecipeError
 from headway.keywords import checks_fields, told_together
+from headway.metrics import Statistic, mean
 from headway.plans import ExchangePlan, LayerSplit, PipelinePlan, Synchrony
 from headway.plans.batch import Norm
 from headway.plans.plan import Zero
@@ -35,7 +36,8 @@ Metrics = Callable[[nn.Module, Any], Mapping[str, Any]]
 """`metrics(model, batch)`: name -> mean over the batch's samples, or a pair (sum, count).
 
 As a `Loss`, for any number of values: {"accuracy": (right.sum(), right.numel())}. headway adds sums
-and counts over all validation samples of all ranks, and divides once.
+and counts over all validation samples of all ranks, and divides once. What is no mean, such as AUC,
+is a `headway.metrics.Statistic`.
 """
 
 Examples = Source | Dataset[Any] | DataLoader[Any]
@@ -206,33 +208,36 @@ def check_trains(loss: Tensor) -> None:
         )
 
 
-def metric_sums(values: Any, samples: int) -> dict[str, tuple[float, float]]:
-    """What metrics returned, as sums and what they are sums over, by name.
+def metric_parts(values: Any, samples: int) -> dict[str, Statistic]:
+    """What metrics returned, as statistics by name.
 
     Raises:
-        RecipeError: A value is neither a mean nor a pair, or metrics have no names.
+        RecipeError: A value is no mean, no pair and no statistic, or metrics have no names.
     """
     if not isinstance(values, Mapping):
         raise RecipeError(
             f"metrics returned {_described(values)}, not a dictionary",
             fix='For example {"accuracy": (right.sum(), right.numel())}.',
         )
-    return {str(name): _metric_sum(name, value, samples) for name, value in values.items()}
+    return {str(name): _metric_part(name, value, samples) for name, value in values.items()}
 
 
-def _metric_sum(name: Any, value: Any, samples: int) -> tuple[float, float]:
+def _metric_part(name: Any, value: Any, samples: int) -> Statistic:
     if name == "loss":
         raise RecipeError(
             "metrics returned a value named loss, which is the recipe's loss",
             fix="Give it another name.",
         )
+    if isinstance(value, Statistic):
+        return value
     if _is_count(value):
-        return float(value) * samples, float(samples)
+        return mean(float(value) * samples, samples)
     if isinstance(value, tuple) and len(value) == 2 and _is_count(value[0]) and _is_count(value[1]):
-        return float(value[0]), float(value[1])
+        return mean(*value)
     raise RecipeError(
         f"the metric {name} is {_described(value)}",
-        why="It must be the mean over the samples of the batch, or a pair (sum, count).",
+        why="It must be the mean over the samples of the batch, a pair (sum, count), or a "
+        "headway.metrics.Statistic.",
         fix=f'For example {{"{name}": (right.sum(), right.numel())}}.',
     )
 
