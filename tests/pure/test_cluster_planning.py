@@ -18,6 +18,7 @@ from headway.cluster import (
     to_toml,
 )
 from headway.cluster.datasheets import DATASHEETS
+from headway.cluster.memory_tier import MemoryTier, reached_rates
 from headway.cluster.presets import PRESETS
 from headway.cost.machines import FITTED, device_of, machine_of
 from headway.cost.network import network_of
@@ -204,6 +205,68 @@ def test_a_machine_needs_one_kind_of_device(tmp_path):
     assert machine_of(read(tmp_path, RACKS), device="slow").dtype == "fp32"
     with pytest.raises(PlanError, match="nothing is known"):
         machine_of(Cluster.of(2))
+
+
+# -- memory tiers ------------------------------------------------------------------------------
+
+TIERS = """
+[devices.card]
+preset = "t4"
+tiers = [
+  { name = "DRAM", memory = "64 GiB", rate = "40 GB/s", link = { rate = "8 GB/s" } },
+  { name = "NVMe", memory = "1 TiB", rate = "2 GB/s", source = "the shop" },
+]
+"""
+
+
+def test_the_tiers_of_a_device_are_read_written_and_reached_over_their_links(tmp_path):
+    cluster = read(tmp_path, f"nodes = 2\n{TIERS}")
+    tiers = device_of(cluster.devices["card"], "card").tiers
+    assert [(t.name, t.memory, t.rate) for t in tiers] == [
+        ("DRAM", 64 * 2**30, 40e9),
+        ("NVMe", 2**40, 2e9),
+    ]
+    # The drive lies behind the host's memory: its rows pass the same link to the device.
+    assert reached_rates(tiers) == (8e9, 2e9)
+    fast = MemoryTier(name="NVMe", memory=1.0, rate=20e9)
+    assert reached_rates((tiers[0], fast)) == (8e9, 8e9)
+    assert read(tmp_path, to_toml(cluster)) == cluster
+    assert device_of(Device(preset="t4"), "t4").tiers == ()
+
+
+def test_what_a_file_says_of_tiers_counts_instead_of_the_presets(tmp_path):
+    assert [t.name for t in machine_of(of_preset("zion")).device.tiers] == ["DRAM", "NVMe"]
+    own = MemoryTier(name="CXL", memory=2.0**40, rate=30e9)
+    assert device_of(Device(preset="zion", tiers=(own,)), "zion").tiers == (own,)
+
+
+def test_all_problems_of_tiers_are_told_at_once(tmp_path):
+    text = """
+nodes = 1
+[devices.card]
+preset = "t4"
+tiers = [
+  { name = "device", memory = "64 GiB", rate = "40 GB/s" },
+  { name = "DRAM", memory = "0 B", rate = "0 GB/s", link = { rate = "0 B/s" } },
+  { name = "DRAM", memory = "1 GiB", rate = "1 GB/s" },
+  { name = "", memory = "1 GiB", rate = "1 GB/s" },
+]
+"""
+    said = "\n".join(problems(tmp_path, text))
+    for one in (
+        "devices.card.tiers.0.name: 'device' stands twice (the device's own memory)",
+        "devices.card.tiers.1.memory: 0 bytes; it must be positive",
+        "devices.card.tiers.1.rate: 0 bit/s carries nothing",
+        "devices.card.tiers.1.link: a rate of 0 bit/s carries nothing",
+        "devices.card.tiers.2.name: 'DRAM' stands twice",
+        "devices.card.tiers.3.name: a tier needs a name",
+    ):
+        assert one in said
+    wrong = problems(tmp_path, 'nodes = 1\n[devices.a]\npreset = "t4"\ntiers = [{ name = "x" }]\n')
+    assert [line.split("  ", 1)[1] for line in wrong] == [
+        "missing key devices.a.tiers.0.memory",
+        "missing key devices.a.tiers.0.rate",
+    ]
 
 
 # -- presets -----------------------------------------------------------------------------------

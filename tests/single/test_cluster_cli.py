@@ -52,6 +52,9 @@ def test_show_says_devices_levels_ranks_and_sources(run, tmp_path):
     assert code == 0
     check_golden("cli/cluster_show.txt", out)
     check_golden("cli/cluster_show_preset.txt", run("show", "dgx-a100", "--nodes", "8")[1])
+    check_golden("cli/cluster_show_tiers.txt", run("show", "zion")[1])
+    example = run("show", "examples/zion.toml")[1]
+    assert "zion    DRAM              256 GiB  128 GB/s  12 GB/s" in example
 
 
 def test_show_of_a_plain_file_and_as_toml(run, tmp_path):

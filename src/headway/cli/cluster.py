@@ -25,6 +25,7 @@ from headway.api.emulation import count_ranks, read_emulation_options
 from headway.cli.terminal.console import say, show_error, table_lines, warn
 from headway.cluster import Cluster, Level, find_cluster, read_cluster, to_toml
 from headway.cluster.datasheets import DATASHEETS
+from headway.cluster.memory_tier import reached_rates
 from headway.cluster.presets import PRESETS, UPLINKS
 from headway.cost.machines import device_of
 from headway.errors import HeadwayError, UsageError
@@ -47,6 +48,8 @@ def describe_cluster(cluster: Cluster) -> str:
     head = f"{count} node{'s' * (count > 1)}, {cluster.ranks} rank{'s' * (cluster.ranks > 1)}"
     lines = [f"{head}: {mix}" if mix else f"{head}; no devices described"]
     lines += ["", *_devices(cluster)] if cluster.devices else []
+    if tiers := [*_tiers(cluster)]:
+        lines += ["", *tiers]
     lines += ["", *_levels(cluster), "", *_ranks(cluster)]
     sources = [*_sources(cluster)]
     return "\n".join([*lines, *(["", "sources", *sources] if sources else [])]) + "\n"
@@ -68,6 +71,17 @@ def _devices(cluster: Cluster) -> Iterator[str]:
         rows.append((name, peaks[0], *plain))
         rows += [("", peak, "", "", "", "") for peak in peaks[1:]]
     return table_lines(rows)
+
+
+def _tiers(cluster: Cluster) -> Iterator[str]:
+    """The memory behind that of devices; nothing where no device has any."""
+    rows = [("device", "memory behind it", "holds", "rows at", "reached at")]
+    for name, described in cluster.devices.items():
+        tiers = device_of(described, name).tiers
+        for tier, reached in zip(tiers, reached_rates(tiers), strict=True):
+            rates = (f"{rate / 1e9:.4g} GB/s" for rate in (tier.rate, reached))
+            rows.append((name, tier.name, format_bytes(tier.memory), *rates))
+    return table_lines(rows) if len(rows) > 1 else iter(())
 
 
 def _levels(cluster: Cluster) -> Iterator[str]:
@@ -111,6 +125,9 @@ def _ranks(cluster: Cluster) -> Iterator[str]:
 def _sources(cluster: Cluster) -> Iterator[str]:
     facts = [(level.name, level.source) for level in cluster.link_levels]
     facts += [(name, dict(device_of(d, name).source)) for name, d in cluster.devices.items()]
+    for name, device in cluster.devices.items():
+        tiers = device_of(device, name).tiers
+        facts.append((name, {tier.name: tier.source for tier in tiers if tier.source}))
     for owner, source in facts:
         said: dict[str, list[str]] = {}
         for number, text in source.items():
@@ -130,7 +147,13 @@ def presets() -> None:
     say("devices")
     for name, sheet in DATASHEETS.items():
         peaks = ", ".join(f"{key} {format_flops(rate)}" for key, rate in sheet.peak.items())
-        memory = f"{format_bytes(sheet.memory)} at {sheet.memory_rate / 1e9:g} GB/s"
+        memory = ", ".join(
+            f"{format_bytes(size)} at {rate / 1e9:g} GB/s{name and f' ({name})'}"
+            for name, size, rate in (
+                ("", sheet.memory, sheet.memory_rate),
+                *((tier.name, tier.memory, tier.rate) for tier in sheet.tiers),
+            )
+        )
         say(f"  {name:<{width}}  {peaks}; {memory}")
         say(f"  {'':<{width}}  {sheet.source}")
 

@@ -12,6 +12,7 @@ from headway.cluster.faults import (
     parse_fault,
 )
 from headway.cluster.link import Level, Link
+from headway.cluster.memory_tier import MemoryTier
 from headway.cluster.presets import find_cluster, of_preset
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "KillRank",
     "Level",
     "Link",
+    "MemoryTier",
     "Node",
     "Pair",
     "SlowLink",

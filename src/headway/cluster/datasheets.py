@@ -1,6 +1,7 @@
 """Datasheets of common devices, by name.
 
-Every number is the vendor's, for dense matrices, and the sheet is cited. Which share of it programs
+Every number is the vendor's, for dense matrices, and the sheet is cited; where there is none, the
+source says so. Which share of it programs
 reach is an assumption of the cost model.
 """
 
@@ -8,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from headway.cluster.link import Link
+from headway.cluster.memory_tier import MemoryTier
 
 GIB = 2.0**30
 
@@ -21,6 +25,7 @@ class Datasheet:
         memory: Bytes.
         memory_rate: Bytes/s.
         link_rate: Bytes/s to the other devices of a node, in each direction.
+        tiers: Memory behind its own.
     """
 
     peak: Mapping[str, float]
@@ -28,8 +33,22 @@ class Datasheet:
     memory_rate: float
     link_rate: float
     source: str
+    tiers: tuple[MemoryTier, ...] = ()
 
 
+# Facebook's Zion (Smelyanskiy, Hot Chips 31, 2019) as we remember it: no sheet is at hand, and the
+# figures are orders of magnitude. Eight accelerators with 8 TB/s of HBM together; eight sockets
+# with 2 TB of DDR at 1 TB/s together; PCIe between the two. The drives are assumed.
+_ZION = "from memory, orders of magnitude: Zion (Hot Chips 31, 2019)"
+_ZION_TIERS = (
+    MemoryTier(
+        name="DRAM", memory=256 * GIB, rate=128e9, link=Link(rate=12e9, latency=10e-6), source=_ZION
+    ),
+    MemoryTier(
+        name="NVMe", memory=1024 * GIB, rate=3e9, link=Link(rate=3e9, latency=100e-6),
+        source="assumed: one drive of 1 TiB, mapped",
+    ),
+)  # fmt: skip
 _A100 = {"fp64": 9.7e12, "fp32": 19.5e12, "tf32": 156e12, "fp16": 312e12, "bf16": 312e12}
 _V100 = {"fp64": 7.8e12, "fp32": 15.7e12, "fp16": 125e12}
 
@@ -92,6 +111,14 @@ DATASHEETS: Mapping[str, Datasheet] = {
             "NVIDIA Ada architecture white paper (RTX 4090; dense, summed in 32 bits; PCIe 4.0 "
             "x16, 64 GB/s both ways, no NVLink)"
         ),
+    ),
+    "zion": Datasheet(
+        peak={"fp32": 15e12, "fp16": 100e12},
+        memory=32 * GIB,
+        memory_rate=1000e9,
+        link_rate=50e9,
+        source=f"{_ZION}; peaks and links assumed",
+        tiers=_ZION_TIERS,
     ),
     "xeon-8380": Datasheet(
         peak={"fp64": 2.94e12, "fp32": 5.89e12},

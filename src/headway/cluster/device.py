@@ -13,8 +13,9 @@ from typing import Annotated
 
 from headway.cluster.datasheets import DATASHEETS, has_datasheet
 from headway.cluster.link import Rate, Seconds, from_text
+from headway.cluster.memory_tier import Bytes, MemoryTier, tier_problems
 from headway.documents import document, nearest
-from headway.units import Price, parse_bytes, parse_flops
+from headway.units import Price, parse_flops
 
 _SHARES = ("efficiency", "depth", "sharpness", "overlap")
 _TIMES = ("kernel", "dispatch", "update", "gather")
@@ -26,9 +27,6 @@ FORMATS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8")
 
 Flops = Annotated[float, from_text(parse_flops, 'no rate of computing; write it as "312 TFLOP/s"')]
 """FLOP per second; in a file a text with its unit."""
-_Bytes = Annotated[
-    float, from_text(lambda text: float(parse_bytes(text)), 'no size; write it as "80 GiB"')
-]
 _PerHour = Annotated[Price, from_text(Price.parse, 'no price; write it as "2.5 USD/h"')]
 
 
@@ -152,6 +150,7 @@ class Device:
         peak: FLOP/s by number format.
         memory: Bytes.
         memory_rate: Bytes/s that streaming kernels reach.
+        tiers: Memory behind its own, from the nearest outwards; empty: that of the preset.
         efficiency: Share of the peak that endless matrix products reach.
         depth: Length of the summed dimension at which a matrix product reaches half of that.
         kernel: Seconds that any kernel costs on the device beyond its work.
@@ -171,8 +170,9 @@ class Device:
 
     preset: str | None = None
     peak: dict[str, Flops] = dataclasses.field(default_factory=dict)
-    memory: _Bytes | None = None
+    memory: Bytes | None = None
     memory_rate: Rate | None = None
+    tiers: tuple[MemoryTier, ...] = ()
     efficiency: float | None = None
     depth: float | None = None
     kernel: Seconds | None = None
@@ -214,6 +214,7 @@ class Device:
             yield f"{key}.sharpness: {self.sharpness:g}; it must be at least 1"
         if self.overlap is not None and not 0 <= self.overlap <= 1:
             yield f"{key}.overlap: {self.overlap:g}; between 0 and 1 is possible"
+        yield from tier_problems(self.tiers, f"{key}.tiers")
         for name in self.source:
             if name not in (*NUMBERS, "peak", "kinds", "updates", "host", "price"):
                 yield f"{key}.source.{name}: no such number{nearest(name, (*NUMBERS, 'peak'))}"

@@ -45,6 +45,7 @@ UPLINKS: Mapping[str, Uplink] = {
     "4x edr": Uplink(50e9, "four EDR InfiniBand interfaces of 100 Gbit/s, as DGX-1"),
     "efa 400": Uplink(50e9, "Elastic Fabric Adapter, 400 Gbit/s in all, as p4d.24xlarge"),
     "efa 3200": Uplink(400e9, "Elastic Fabric Adapter, 3,200 Gbit/s in all, as p5.48xlarge"),
+    "8x 100 gbe": Uplink(100e9, "an interface of 100 Gbit/s for each of eight sockets, from memory"),
     "100 gbit/s": Uplink(12.5e9, "one network of 100 Gbit/s"),
     "25 gbit/s": Uplink(3.125e9, "one network of 25 Gbit/s"),
     "10 gbit/s": Uplink(1.25e9, "one Ethernet interface of 10 Gbit/s"),
@@ -71,6 +72,7 @@ PRESETS: Mapping[str, Preset] = {
     "p5.48xlarge": Preset("AWS, 8 H100 80 GB", "h100", 8, "efa 3200"),
     "a2-highgpu-8g": Preset("Google Cloud, 8 A100 40 GB", "a100-40gb", 8, "100 gbit/s"),
     "g4dn.metal": Preset("AWS, 8 T4", "t4", 8, "100 gbit/s"),
+    "zion": Preset("Facebook Zion, 8 accelerators and 8 sockets", "zion", 8, "8x 100 gbe"),
     "8x-4090": Preset("8 GeForce RTX 4090 on PCIe", "rtx-4090", 8, "10 gbit/s"),
 }
 

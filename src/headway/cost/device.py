@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.cluster.device import HostOverhead, KernelPace
+from headway.cluster.memory_tier import MemoryTier
 from headway.errors import PlanError
 
 Array = NDArray[np.float64]
@@ -43,6 +44,7 @@ class DeviceModel:
         update: Seconds per parameter of the optimiser's step, gradient norm and conversions.
         gather: Seconds of the host to put one tensor of one sample into a batch; 0: not measured.
         overlap: Share of an exchange under way that computation beside it does not feel.
+        tiers: Memory behind its own, from the nearest outwards.
         kinds: Kernels in a training step, by torch's names, linear layers for all products; with
             any of them known, an operator costs the sum of its kernels.
         host: What a step takes beside kernels, updates and exchanges.
@@ -61,6 +63,7 @@ class DeviceModel:
     update: float = 20e-12
     gather: float = 0.0
     overlap: float = 1.0
+    tiers: tuple[MemoryTier, ...] = ()
     kinds: Mapping[str, KernelPace] = field(default_factory=dict)
     host: HostOverhead = field(default_factory=HostOverhead)
     source: Mapping[str, str] = field(default_factory=dict)

@@ -80,6 +80,7 @@ def assumed_device(name: str) -> DeviceModel:
         peak=sheet.peak,
         memory=sheet.memory,
         memory_rate=STREAM_EFFICIENCY * sheet.memory_rate,
+        tiers=sheet.tiers,
         source={"peak": sheet.source, "memory": sheet.source}
         | {"memory_rate": "assumed: a share of the datasheet's"}
         | dict.fromkeys(guessed, "assumed"),
@@ -131,6 +132,8 @@ def device_of(device: Device, name: str) -> DeviceModel:
         own["host"] = device.host
     source = dict.fromkeys((*own, *(["peak"] if device.peak else [])), "cluster")
     source |= device.source
+    if device.tiers:
+        own["tiers"] = device.tiers  # each names its own source
     if device.preset is None:
         plain = DeviceModel(name=name, peak=device.peak, **own)
         guessed = {key: "assumed" for key in DEVICE if key not in own}
