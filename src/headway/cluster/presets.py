@@ -45,7 +45,7 @@ UPLINKS: Mapping[str, Uplink] = {
     "4x edr": Uplink(50e9, "four EDR InfiniBand interfaces of 100 Gbit/s, as DGX-1"),
     "efa 400": Uplink(50e9, "Elastic Fabric Adapter, 400 Gbit/s in all, as p4d.24xlarge"),
     "efa 3200": Uplink(400e9, "Elastic Fabric Adapter, 3,200 Gbit/s in all, as p5.48xlarge"),
-    "8x 100 gbe": Uplink(100e9, "an interface of 100 Gbit/s for each of eight sockets, from memory"),
+    "8x 100 gbe": Uplink(100e9, "100 Gbit/s for each of eight sockets, from memory"),
     "100 gbit/s": Uplink(12.5e9, "one network of 100 Gbit/s"),
     "25 gbit/s": Uplink(3.125e9, "one network of 25 Gbit/s"),
     "10 gbit/s": Uplink(1.25e9, "one Ethernet interface of 10 Gbit/s"),
