@@ -79,8 +79,8 @@ def _tiers(cluster: Cluster) -> Iterator[str]:
     for name, described in cluster.devices.items():
         tiers = device_of(described, name).tiers
         for tier, reached in zip(tiers, reached_rates(tiers), strict=True):
-            rates = (f"{rate / 1e9:.4g} GB/s" for rate in (tier.rate, reached))
-            rows.append((name, tier.name, format_bytes(tier.memory), *rates))
+            alone, seen = (f"{rate / 1e9:.4g} GB/s" for rate in (tier.rate, reached))
+            rows.append((name, tier.name, format_bytes(tier.memory), alone, seen))
     return table_lines(rows) if len(rows) > 1 else iter(())
 
 
