@@ -2,7 +2,7 @@
 
 import pytest
 
-from headway.plans.tables import TablePlacement, TableSplit, Way, mixed_hash, place_tables
+from headway.plans.tables import TablePlacement, TableSplit, Way, mixed_hash, place_tables, rows_in_memory
 
 SHAPES = {"small.weight": (10, 8), "large.weight": (1001, 6), "middle.weight": (100, 7)}
 WAYS: tuple[Way, ...] = ("table", "column", "row", "table_row", "grid", "hash")
@@ -73,3 +73,19 @@ def test_the_hash_is_splitmix64() -> None:
     golden = 0x9E3779B97F4A7C15
     found = [mixed_hash(n * golden & (2**64 - 1)) for n in range(3)]
     assert found == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+
+
+@pytest.mark.parametrize(
+    ("hot", "rows"),
+    [("1 MiB", 1024), ("25 %", 500), ("400 rows", 400), ("7 GiB", 2000), ("100%", 2000)],
+)
+def test_hot_rows_are_said_as_a_size_a_share_or_a_number(hot: str, rows: int) -> None:
+    assert rows_in_memory(hot, rows=2000, row_bytes=1024) == rows
+    placed = place_tables([TableSplit(hot=hot, cold="/scratch")], SHAPES, 2)
+    assert (placed["large.weight"].hot, placed["large.weight"].cold) == (hot, "/scratch")
+
+
+@pytest.mark.parametrize("hot", ["many", "-1 rows", "nan %", "2.5 rows", "-3 %"])
+def test_what_no_memory_is_said_by_is_refused(hot: str) -> None:
+    with pytest.raises(ValueError, match=r"hot is .*'512 MiB', '20 %', '4000 rows'"):
+        place_tables([TableSplit(hot=hot)], SHAPES, 2)

@@ -18,6 +18,7 @@ from typing import Literal
 
 from headway.documents import document
 from headway.keywords import checks_keywords
+from headway.units import parse_bytes
 
 Way = Literal["copies", "table", "column", "row", "table_row", "grid", "hash"]
 """How a table is split.
@@ -48,6 +49,9 @@ class TableSplit:
         ranks: Those that hold them, in the order of the pieces; none: all, and for "table" the one
             that has least so far.
         travels: See `Travels`.
+        hot: What of each piece a rank's memory holds, with the optimiser's state of these rows:
+            "512 MiB", "20 %", "400000 rows"; empty: all. The rest lies in a mapped file.
+        cold: Directory of that file; empty: that of temporary files.
     """
 
     tables: str = "*"
@@ -55,6 +59,8 @@ class TableSplit:
     columns: int = 0
     ranks: tuple[int, ...] = ()
     travels: Travels = "auto"
+    hot: str = ""
+    cold: str = ""
 
     def __str__(self) -> str:
         """ "emb.* by grid (2 ranges of columns; rows travel) on ranks 0, 2"."""
@@ -77,6 +83,7 @@ class TablePlacement:
             have even shares: the n-th of k begins at `n * size // k`.
         cut: How rows are dealt to the parts.
         travels: See `Travels`.
+        hot, cold: See `TableSplit`.
     """
 
     table: str
@@ -85,6 +92,8 @@ class TablePlacement:
     owners: tuple[tuple[int, ...], ...]
     cut: RowCut = "range"
     travels: Travels = "auto"
+    hot: str = ""
+    cold: str = ""
 
     def column_range(self, number: int) -> range:
         """The columns of the n-th range."""
@@ -143,12 +152,21 @@ def place_tables(
     free.sort(key=lambda n: (-math.prod(shapes[n]), list(shapes).index(n)))
     for name in [*(n for n in chosen if n not in free), *free]:
         split, (rows, columns) = chosen[name], shapes[name]
+        if split.hot:
+            rows_in_memory(split.hot, max(rows, 1), 1)
         owners = _owners(name, split, columns, ranks, inner, held)
         cut: RowCut = "hash" if split.way == "hash" or not rows else "range"
         if split.way == "copies":
             cut = "none"
         placed = TablePlacement(
-            table=name, rows=rows, columns=columns, owners=owners, cut=cut, travels=split.travels
+            table=name,
+            rows=rows,
+            columns=columns,
+            owners=owners,
+            cut=cut,
+            travels=split.travels,
+            hot=split.hot,
+            cold=split.cold,
         )
         found[name] = placed
         for parts in owners:
@@ -212,6 +230,33 @@ def _check_columns(said: str, parts: int, columns: int, ranks: int) -> None:
         raise ValueError(
             f"{said}: {columns} columns over {ranks} ranks cannot be cut into {parts} ranges"
         )
+
+
+def rows_in_memory(hot: str, rows: int, row_bytes: int) -> int:
+    """How many of a piece's rows memory holds: what `TableSplit.hot` says.
+
+    Args:
+        rows: Of the piece.
+        row_bytes: Of one row in memory, with all that is kept for it.
+
+    Raises:
+        ValueError: It says neither a size, nor a share, nor a number of rows.
+    """
+    number, _, unit = hot.strip().rpartition(" ")
+    try:
+        if hot.endswith("%"):
+            found = float(hot[:-1]) / 100 * rows
+        elif unit == "rows":
+            found = float(int(number))
+        else:
+            found = parse_bytes(hot) / row_bytes
+        if not 0 <= found < math.inf:
+            raise ValueError
+    except ValueError:
+        raise ValueError(
+            f"hot is {hot!r}; a size, a share or a number of rows: '512 MiB', '20 %', '4000 rows'"
+        ) from None
+    return min(rows, int(found))
 
 
 _MASK = (1 << 64) - 1
