@@ -2,7 +2,14 @@
 
 import pytest
 
-from headway.plans.tables import TablePlacement, TableSplit, Way, mixed_hash, place_tables, rows_in_memory
+from headway.plans.tables import (
+    TablePlacement,
+    TableSplit,
+    Way,
+    mixed_hash,
+    place_tables,
+    rows_in_memory,
+)
 
 SHAPES = {"small.weight": (10, 8), "large.weight": (1001, 6), "middle.weight": (100, 7)}
 WAYS: tuple[Way, ...] = ("table", "column", "row", "table_row", "grid", "hash")

@@ -1,0 +1,1 @@
+"""Tables of rows (embeddings) in parts on the ranks that share the batch, and over memory tiers."""
