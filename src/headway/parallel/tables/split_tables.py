@@ -1,0 +1,234 @@
+"""`split_tables`: the tables of a model in parts on the ranks that share the batch.
+
+Each module's class is replaced by a derived one whose `forward` looks the rows up where they lie;
+the model's own code, names and structure stay.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from headway.errors import PlanError, UsageError
+from headway.parallel.tables.lookups import Lookup, bag_lookup, embedding_lookup
+from headway.parallel.tables.pending_sum import result_of
+from headway.parallel.tables.rounds import SplitTable, run_round
+from headway.parallel.tables.table_parts import TablePart, part_of_table, rows_of_part
+from headway.parallel.tables.wire import Shape, Wire
+from headway.plans.tables import TablePlacement
+
+
+@dataclass(eq=False)
+class SplitTables:
+    """The split tables of one model.
+
+    Attributes:
+        parts: Logical name of a parameter -> what this rank has of it.
+        sent: Bytes that this rank has sent to others, by table and kind: "ids" (with lengths and
+            weights), "sums", "rows", "gradients".
+    """
+
+    wire: Wire
+    parts: Mapping[str, TablePart]
+    sent: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.tables = {name: SplitTable(part.placement, part) for name, part in self.parts.items()}
+
+    def look_up(self, lookup: Lookup) -> Tensor:
+        """What a lookup gives; collective."""
+        made = run_round(self.wire, self.tables, [lookup], self.sent)
+        return result_of(made, made.found[0], self.sent)
+
+    def cut(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor of a table, in memory of its own.
+
+        Args:
+            whole: In logical order: [rows, columns], or [rows] of numbers that belong to rows.
+        """
+        return self.parts[name].cut(whole)
+
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """The whole tensor, in logical order, of which each rank has a part; collective.
+
+        Args:
+            part: [rows here, columns here], or [rows here] of numbers that belong to rows.
+
+        Raises:
+            UsageError: Numbers that belong to rows, of a table that is cut by columns: each range
+                of columns has its own.
+        """
+        placement, wire = self.parts[name].placement, self.wire
+        if placement.cut == "none":
+            return part
+        ranges = len(placement.owners)
+        flat = part.ndim < 2 or (part.shape[1] == 1 and placement.columns > 1)
+        if flat and ranges > 1:
+            raise UsageError(
+                f"table {name} is cut into {ranges} ranges of columns, and each has numbers of its "
+                "own for its rows",
+                fix="Ask for them before they are averaged over columns, or cut the table by rows.",
+            )
+        tail = tuple(part.shape[1:]) if flat else None
+        pieces = []
+        for number, owners in enumerate(placement.owners):
+            for piece, owner in enumerate(owners):
+                rows, columns = (
+                    rows_of_part(placement, number, piece),
+                    placement.column_range(number),
+                )
+                pieces.append((owner, rows, columns))
+        expected: list[list[Shape]] = [[] for _ in range(wire.size)]
+        for owner, rows, columns in pieces:
+            shape = (len(rows), *(tail if tail is not None else (len(columns),)))
+            expected[owner].append((shape, part.dtype))
+        mine = any(owner == wire.rank for owner, _, _ in pieces)
+        came = wire.swap([[part] if mine else []] * wire.size, expected)
+        shape = (placement.rows, *(tail if tail is not None else (placement.columns,)))
+        found = part.new_empty(shape)
+        for owner, rows, columns in pieces:
+            values, rows = came[owner][0], rows.to(part.device)
+            if flat:
+                found[rows] = values
+            else:
+                found[rows, columns.start : columns.stop] = values
+        return found
+
+
+class _LooksUp:
+    """Before the class of a module whose table is split."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            table = self.__dict__["_headway_table"][1]
+            raise PlanError(
+                f"{table} is split, and the model uses it without looking up",
+                problems=["only lookups by the module itself know where its rows lie"],
+                fix="Call the module, or leave this table out of the split.",
+            )
+        return super().__getattr__(name)  # type: ignore[misc]
+
+
+class SplitEmbedding(_LooksUp, nn.Embedding):
+    """An `nn.Embedding` whose rows lie on several ranks."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        """As of `nn.Embedding`."""
+        tables, name = self.__dict__["_headway_table"]
+        return tables.look_up(embedding_lookup(name, self, input, self.num_embeddings))  # type: ignore[no-any-return]
+
+
+class SplitEmbeddingBag(_LooksUp, nn.EmbeddingBag):
+    """An `nn.EmbeddingBag` whose rows lie on several ranks."""
+
+    def forward(
+        self,
+        input: Tensor,  # noqa: A002 - torch's name
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """As of `nn.EmbeddingBag`."""
+        tables, name = self.__dict__["_headway_table"]
+        return tables.look_up(  # type: ignore[no-any-return]
+            bag_lookup(name, self, input, offsets, per_sample_weights, self.num_embeddings)
+        )
+
+
+def split_tables(
+    model: nn.Module,
+    placements: Mapping[str, TablePlacement],
+    group: dist.ProcessGroup | None = None,
+    *,
+    touched: Container[str] = (),
+) -> SplitTables:
+    """Split tables of a model, in place; every rank has the same whole ones before.
+
+    Each weight becomes a parameter [rows here, columns here], without rows on a rank that has no
+    piece. Lookups give what the whole table would; every rank of the group makes the same ones in
+    the same order, for batches of any size, also of none, and goes backward through them.
+
+    Args:
+        model: Its modules `nn.Embedding` and `nn.EmbeddingBag` that hold the tables get other
+            classes.
+        placements: Logical name of a parameter -> where its pieces lie, in ranks of the group.
+        group: The ranks that share the batch; None: the default one.
+        touched: Names of tables whose gradient is left sparse, with the rows that were used, each
+            once and in order (`Tensor.is_coalesced`).
+
+    Raises:
+        PlanError: A table that cannot be split, and why.
+    """
+    users = _users(model, placements)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    wire = Wire(group, device)
+    parts = {}
+    for name, modules in users.items():
+        whole = modules[0]._parameters["weight"]
+        assert whole is not None
+        parts[name] = part_of_table(
+            name, placements[name], wire.rank, whole, sparse=name in touched
+        )
+    tables = SplitTables(wire, parts)
+    for name, modules in users.items():
+        for module in modules:
+            module._parameters["weight"] = parts[name].parameter
+            module.__dict__["_headway_table"] = tables, name
+            kind = SplitEmbedding if isinstance(module, nn.Embedding) else SplitEmbeddingBag
+            own = type(module)
+            # `super()` in a derived class of the user's own must come to the lookup.
+            module.__class__ = type(own.__name__, (kind,), {"__module__": own.__module__})
+    return tables
+
+
+def _users(
+    model: nn.Module, placements: Mapping[str, TablePlacement]
+) -> dict[str, list[nn.Embedding | nn.EmbeddingBag]]:
+    """The modules of each table; one table may have several."""
+    modules = dict(model.named_modules())
+    problems, found = [], {}
+    for name, placement in placements.items():
+        prefix, _, leaf = name.rpartition(".")
+        module = modules.get(prefix)
+        parameter = module._parameters.get(leaf) if module is not None else None
+        if parameter is None:
+            problems.append(f"{name}: the model has no such parameter")
+            continue
+        users = [
+            (f"{path}.{own}".lstrip("."), other)
+            for path, other in modules.items()
+            for own, held in other._parameters.items()
+            if held is parameter
+        ]
+        reasons = [why for path, other in users if (why := _unfit(path, other))]
+        if tuple(parameter.shape) != (placement.rows, placement.columns):
+            reasons.append(
+                f"{name}: it has shape {list(parameter.shape)}, and was placed as "
+                f"{[placement.rows, placement.columns]}"
+            )
+        problems += reasons
+        found[name] = [other for _, other in users]
+    if problems:
+        raise PlanError(
+            "tables cannot be split", problems=problems, fix="Leave these tables out of the split."
+        )
+    return found
+
+
+def _unfit(path: str, module: nn.Module) -> str:
+    """Why a module's table cannot be split; "" if it can."""
+    if type(module).forward not in (nn.Embedding.forward, nn.EmbeddingBag.forward):
+        return f"{path}: it is used by {type(module).__name__}, which is not torch's own lookup"
+    assert isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    if module.max_norm is not None:
+        return f"{path}: max_norm changes rows while they are looked up, on one rank alone"
+    if module.scale_grad_by_freq:
+        return f"{path}: scale_grad_by_freq counts ids in a batch that no rank has whole"
+    if isinstance(module, nn.EmbeddingBag) and module.mode not in ("sum", "mean"):
+        return f"{path}: mode {module.mode!r} is no sum of what ranks have"
+    return ""

@@ -1,0 +1,171 @@
+"""What of a table this rank has, and which rank has a row: `TablePlacement` on tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from headway.plans.tables import TablePlacement
+
+_GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+"""The constants of splitmix64 as signed numbers."""
+
+
+def mixed_hashes(keys: Tensor) -> Tensor:
+    """`headway.plans.tables.mixed_hash` of each key; bits of 64 unsigned ones as int64."""
+    # int64 wraps as 64 unsigned bits do; only a shift must not copy the sign.
+    value = keys.to(torch.int64) + _GOLDEN
+    value = (value ^ _shifted(value, 30)) * _FIRST
+    value = (value ^ _shifted(value, 27)) * _SECOND
+    return value ^ _shifted(value, 31)
+
+
+def _shifted(value: Tensor, bits: int) -> Tensor:
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def hashed_parts(keys: Tensor, parts: int) -> Tensor:
+    """Of each key, `mixed_hash(key) % parts`, unsigned."""
+    value = mixed_hashes(keys)
+    return (_shifted(value, 1) % parts * 2 + (value & 1)) % parts
+
+
+def parts_of_rows(placement: TablePlacement, number: int, keys: Tensor) -> Tensor:
+    """Which part of the n-th range of columns has the row of each key; int64, as keys."""
+    parts = len(placement.owners[number])
+    if placement.cut == "hash":
+        return hashed_parts(keys, parts)
+    ends = [placement.row_range(number, part).stop for part in range(parts - 1)]
+    return torch.bucketize(
+        keys, torch.tensor(ends, dtype=keys.dtype, device=keys.device), right=True
+    )
+
+
+def rows_of_part(placement: TablePlacement, number: int, part: int) -> Tensor:
+    """Logical numbers of the rows of a part, ascending, int64; only of tables of fixed size."""
+    if placement.cut == "none":
+        return torch.arange(placement.rows)
+    if placement.cut == "range":
+        own = placement.row_range(number, part)
+        return torch.arange(own.start, own.stop)
+    every = torch.arange(placement.rows)
+    return every[hashed_parts(every, len(placement.owners[number])) == part]
+
+
+class RowSource(Protocol):
+    """The rows of a part: how exchanges read them and hand over their gradients.
+
+    A table of fixed size has them in a parameter; one that grows in a storage of its own.
+
+    Attributes:
+        name: Of the table, for messages.
+        leaf: What autograd is told that results depend on. Its gradient is what `gradient` returns.
+    """
+
+    name: str
+
+    @property
+    def leaf(self) -> Tensor: ...
+
+    def places(self, keys: Tensor) -> Tensor:
+        """Where in `values()` the rows of keys are [as keys]; makes those that are missing."""
+
+    def values(self) -> Tensor:
+        """The rows [rows here, columns here], without gradients."""
+
+    def gradient(self, places: Tensor, gradients: Tensor) -> Tensor | None:
+        """Take the gradients of the rows that were used.
+
+        Args:
+            places: int64 [used], ascending, each once.
+            gradients: [used, columns here].
+
+        Returns:
+            That of `leaf`, dense or sparse; None: it has been taken otherwise.
+        """
+
+
+@dataclass(eq=False)
+class TablePart:
+    """What this rank has of a table of fixed size; a `RowSource`.
+
+    Attributes:
+        name: Logical name of the parameter.
+        parameter: [rows here, columns here]; no rows where it has no piece.
+        rows: Logical numbers of the rows here, ascending, int64.
+        columns: Those here; an empty range where it has no piece.
+        sparse: The gradient is left sparse and coalesced, with the rows that were used.
+        padding: Logical number of the row that gets no gradient, if any.
+    """
+
+    name: str
+    placement: TablePlacement
+    parameter: nn.Parameter
+    rows: Tensor
+    columns: range
+    sparse: bool = False
+
+    def __post_init__(self) -> None:
+        self._numbers: Tensor | None = None
+        if self.placement.cut == "hash" and len(self.rows) < self.placement.rows:
+            # From logical to own numbers: four bytes for each row of the table.
+            self._numbers = torch.zeros(self.placement.rows, dtype=torch.int32)
+            self._numbers[self.rows] = torch.arange(len(self.rows), dtype=torch.int32)
+            self._numbers = self._numbers.to(self.parameter.device)
+
+    @property
+    def leaf(self) -> Tensor:
+        return self.parameter
+
+    def values(self) -> Tensor:
+        return self.parameter.detach()
+
+    def places(self, keys: Tensor) -> Tensor:
+        if self._numbers is not None:
+            return self._numbers[keys.long()].to(keys.dtype)
+        first = int(self.rows[0]) if len(self.rows) else 0
+        return keys - first if first else keys
+
+    def gradient(self, places: Tensor, gradients: Tensor) -> Tensor | None:
+        if self.sparse:
+            return torch.sparse_coo_tensor(
+                places.unsqueeze(0), gradients, self.parameter.shape,
+                is_coalesced=True, check_invariants=False,
+            )  # fmt: skip
+        return torch.zeros_like(self.parameter).index_copy_(0, places, gradients)
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """This rank's part of [rows, columns], or of numbers of rows, [rows]; copied."""
+        here = whole.index_select(0, self.rows.to(whole.device))
+        if whole.ndim > 1 and whole.shape[1] == self.placement.columns:
+            here = here[:, self.columns.start : self.columns.stop]
+        return here.clone(memory_format=torch.contiguous_format)
+
+
+def part_of_table(
+    name: str, placement: TablePlacement, rank: int, whole: nn.Parameter, *, sparse: bool
+) -> TablePart:
+    """Cut out the part of a table that a rank has; `whole` is left as it is."""
+    piece = placement.piece_of(rank)
+    if piece is None:
+        rows, columns = torch.arange(0), range(0)
+    else:
+        rows, columns = rows_of_part(placement, *piece), placement.column_range(piece[0])
+    values = whole.detach()[rows.to(whole.device), columns.start : columns.stop]
+    if placement.cut == "none":
+        values = whole.detach()
+    own = values.clone(memory_format=torch.contiguous_format)
+    parameter = nn.Parameter(own, requires_grad=whole.requires_grad)
+    if sparse and parameter.requires_grad:
+        parameter.register_post_accumulate_grad_hook(_coalesce)
+    return TablePart(name, placement, parameter, rows, columns, sparse)
+
+
+def _coalesce(parameter: Tensor) -> None:
+    """Autograd puts gradients of several rounds one behind the other."""
+    gradient = parameter.grad
+    if gradient is not None and gradient.is_sparse and not gradient.is_coalesced():
+        parameter.grad = gradient.coalesce()

@@ -1,0 +1,106 @@
+"""Messages of tensors from each rank to each other, all in one exchange, and what they weigh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Shape = tuple[tuple[int, ...], torch.dtype]
+"""Of a tensor that is to come."""
+
+
+@dataclass(eq=False)
+class Flight:
+    """Messages under way. `work` None: they have arrived."""
+
+    work: dist.Work | None
+    buffer: Tensor
+    expected: Sequence[Sequence[Shape]]
+    sent: Tensor  # must live until it has left
+
+    def wait(self) -> list[list[Tensor]]:
+        """What came, by rank; each tensor in memory of its own."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        found: list[list[Tensor]] = []
+        start = 0
+        for shapes in self.expected:
+            found.append([])
+            for shape, dtype in shapes:
+                stop = start + prod(shape) * dtype.itemsize
+                # A copy is aligned, too, which a slice of bytes need not be.
+                found[-1].append(self.buffer[start:stop].clone().view(dtype).view(shape))
+                start = stop
+        return found
+
+
+class Wire:
+    """The ranks that share a batch.
+
+    Attributes:
+        rank: Of this process among them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.rank = dist.get_rank(group) if dist.is_initialized() else 0
+        self.size = dist.get_world_size(group) if dist.is_initialized() else 1
+
+    def start(
+        self, parts: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Shape]]
+    ) -> Flight:
+        """Give each rank tensors, and get some from each; collective.
+
+        Args:
+            parts: By rank, what goes to it.
+            expected: By rank, what will come from it.
+        """
+        sizes = [sum(x.nbytes for x in part) for part in parts]
+        coming = [sum(prod(shape) * dtype.itemsize for shape, dtype in s) for s in expected]
+        flat = [_bytes(x) for part in parts for x in part if x.numel()]
+        sent = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device=self.device)
+        if self.size == 1:
+            return Flight(None, sent, expected, sent)
+        buffer = torch.empty(sum(coming), dtype=torch.uint8, device=self.device)
+        work = dist.all_to_all_single(buffer, sent, coming, sizes, group=self.group, async_op=True)
+        return Flight(work, buffer, expected, sent)
+
+    def swap(
+        self, parts: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Shape]]
+    ) -> list[list[Tensor]]:
+        """`start`, and wait for it."""
+        return self.start(parts, expected).wait()
+
+    def gather(self, own: Sequence[int]) -> list[list[int]]:
+        """Numbers of all ranks, the same count of each; collective."""
+        numbers = torch.tensor(own, dtype=torch.int64, device=self.device)
+        if self.size == 1:
+            return [numbers.tolist()]
+        found = [torch.empty_like(numbers) for _ in range(self.size)]
+        dist.all_gather(found, numbers, group=self.group)
+        every: list[list[int]] = torch.stack(found).tolist()
+        return every
+
+    def objects(self, own: object) -> list[object]:
+        """One object of each rank; collective, and slow."""
+        found: list[object] = [None] * self.size
+        if self.size == 1:
+            return [own]
+        dist.all_gather_object(found, own, group=self.group)
+        return found
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def starts(sizes: Sequence[int]) -> list[int]:
+    """Where each of several stretches begins, and where the last one ends."""
+    return [0, *accumulate(sizes)]
