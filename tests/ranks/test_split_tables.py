@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-import pytest
+import re
 
+import pytest
+import torch
+from torch import nn
+
+from headway.errors import DataError, PlanError
+from headway.parallel.tables import mixed_hashes, split_tables
+from headway.parallel.tables.table_parts import hashed_parts
+from headway.plans.tables import mixed_hash
 from support.ranks import ranks
-from support.split_table_models import WAYS, EveryLookup, compare, lookup_data, shares
+from support.split_table_models import (
+    WAYS,
+    EveryLookup,
+    compare,
+    lookup_data,
+    placements,
+    shares,
+    table_names,
+)
 
 
 def batches_of(size):
@@ -35,3 +51,76 @@ def test_every_lookup_in_every_way_on_two_ranks(world):
 @ranks(3, timeout=60, check=nothing_differs)
 def test_every_lookup_in_every_way_on_three_ranks(world):
     return every_way(world) | every_way(world, touched=False)
+
+
+@ranks(2, timeout=60)
+def test_bad_lookups_are_one_error_on_all_ranks(world):
+    bad = torch.tensor
+    calls = {
+        "id 13, number 1 is not among its 13 rows": (bad([2, 13]), bad([0])),
+        "id -1, number 0 is not": (bad([-1]), bad([0])),
+        "offset 1, number 2, is below the one before it, 2": (bad([1, 2, 3]), bad([0, 2, 1])),
+        "the first offset is 1": (bad([1, 2]), bad([1])),
+        "offset 5, the last one, is behind the 2 ids": (bad([1, 2]), bad([0, 5])),
+        "ids are float32": (bad([1.0]), bad([0])),
+        "weight NaN, number 1 cannot": (bad([1, 2]), bad([0]), bad([1.0, float("nan")])),
+        "id 40, at [1, 0], is not": (bad([[1, 2], [40, 3]]), None),
+    }
+    for said, call in calls.items():
+        good = (bad([1, 2]), bad([0]), *([bad([1.0, 1.0])] if len(call) > 2 else []))
+        module, _ = one_table(world)
+        with pytest.raises(DataError, match=re.escape(f"table bag.weight: {said}")) as error:
+            module.bag(*(call if world.rank else good))
+        assert error.value.where == "rank 1 of those that share the batch"
+
+
+@ranks(3, timeout=60)
+def test_lookups_that_differ_between_ranks_are_named(world):
+    module, _ = one_table(world)
+    used = module.other if world.rank == 2 else module.bag
+    with pytest.raises(PlanError, match="lookup 1 of a step is not the same") as error:
+        used(torch.tensor([1]), torch.tensor([0]))
+    assert error.value.problems == ("rank 0: sum of bag.weight", "rank 2: sum of other.weight")
+
+
+def one_table(world):
+    model = nn.Module()
+    model.bag, model.other = nn.EmbeddingBag(13, 4, mode="sum"), nn.EmbeddingBag(5, 4, mode="sum")
+    return model, split_tables(model, placements(model, "row", world.size), world.group)
+
+
+def test_tables_that_cannot_be_split_are_named():
+    model = nn.Module()
+    model.a = nn.Embedding(4, 2, max_norm=1.0)
+    model.b = nn.EmbeddingBag(4, 2, mode="max")
+    model.c = nn.Embedding(4, 2)
+    model.d = nn.Linear(2, 4, bias=False)
+    model.d.weight = model.c.weight
+    model.e = nn.Embedding(4, 2, scale_grad_by_freq=True)
+    with pytest.raises(PlanError) as error:
+        split_tables(model, placements(model, "table", 1))
+    assert [line.split(":")[0] for line in error.value.problems] == [
+        "a.weight", "b.weight", "d.weight", "e.weight"
+    ]  # fmt: skip
+
+
+@ranks(3, timeout=60)
+def test_parts_and_whole_tables_are_the_same(world):
+    for way in WAYS:
+        model = EveryLookup()
+        whole = {name: model.get_parameter(name).detach().clone() for name in table_names(model)}
+        tables = split_tables(model, placements(model, way, world.size), world.group)
+        for name, part in tables.parts.items():
+            assert torch.equal(tables.cut(name, whole[name]), part.parameter)
+            assert torch.equal(tables.whole(name, part.parameter.detach()), whole[name])
+            numbers = torch.arange(len(whole[name])) * 3
+            if len(part.placement.owners) == 1:
+                assert torch.equal(tables.whole(name, tables.cut(name, numbers)), numbers)
+
+
+def test_hashes_are_those_of_the_plan():
+    keys = [0, 1, 12345678901, 2**63 - 1, -1, -(2**63)]
+    found = mixed_hashes(torch.tensor(keys)).tolist()
+    assert [n % 2**64 for n in found] == [mixed_hash(key % 2**64) for key in keys]
+    parts = hashed_parts(torch.tensor(keys), 7).tolist()
+    assert parts == [mixed_hash(key % 2**64) % 7 for key in keys]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -88,19 +89,13 @@ class Wire:
         every: list[list[int]] = torch.stack(found).tolist()
         return every
 
-    def objects(self, own: object) -> list[object]:
-        """One object of each rank; collective, and slow."""
-        found: list[object] = [None] * self.size
-        if self.size == 1:
-            return [own]
-        dist.all_gather_object(found, own, group=self.group)
-        return found
+    def documents(self, own: object) -> list[Any]:
+        """What each rank says, as JSON has it; collective."""
+        text = torch.tensor(list(json.dumps(own).encode()), dtype=torch.uint8, device=self.device)
+        sizes = [size for (size,) in self.gather([len(text)])]
+        came = self.swap([[text]] * self.size, [[((size,), torch.uint8)] for size in sizes])
+        return [json.loads(bytes(said.tolist())) for (said,) in came]
 
 
 def _bytes(x: Tensor) -> Tensor:
     return x.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def starts(sizes: Sequence[int]) -> list[int]:
-    """Where each of several stretches begins, and where the last one ends."""
-    return [0, *accumulate(sizes)]
