@@ -178,11 +178,11 @@ def _agree(
     described = [_description(lookup) for lookup in lookups]
     mark = crc32(repr(described).encode())
     heads = wire.gather([mark, len(lookups), any(x.problem for x in lookups), 0])
-    if any(head[:2] != heads[0][:2] for head in heads):
-        raise _different(wire.documents(described))
     if any(head[2] for head in heads):
         own = [(wire.rank, x.table, x.problem) for x in lookups if x.problem]
         raise lookup_error([p for listed in wire.documents(own) for p in listed])
+    if any(head[:2] != heads[0][:2] for head in heads):
+        raise _different(wire.documents(described))
     numbers = [
         n for x in lookups for n in (x.samples, -1 if x.lengths is not None else x.each, len(x.ids))
     ]
