@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from headway.documents import parse_json
+
 Shape = tuple[tuple[int, ...], torch.dtype]
 """Of a tensor that is to come."""
 
@@ -94,7 +96,7 @@ class Wire:
         text = torch.tensor(list(json.dumps(own).encode()), dtype=torch.uint8, device=self.device)
         sizes = [size for (size,) in self.gather([len(text)])]
         came = self.swap([[text]] * self.size, [[((size,), torch.uint8)] for size in sizes])
-        return [json.loads(bytes(said.tolist())) for (said,) in came]
+        return [parse_json(bytes(said.tolist())) for (said,) in came]
 
 
 def _bytes(x: Tensor) -> Tensor:
