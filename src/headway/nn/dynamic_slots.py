@@ -1,0 +1,121 @@
+"""The state of any optimiser for rows of which only some take part in a step.
+
+Between steps an optimiser's state of the table has an entry for every row. For a step, those of
+the touched rows take their place, so that the optimiser sees an ordinary small parameter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from headway.errors import UsageError
+
+
+class RowSlots:
+    """What an optimiser keeps for each row of one table.
+
+    Attributes:
+        initial: Name of the state -> its entries for a row that has never been touched.
+    """
+
+    def __init__(self, optimizer: Optimizer, parameter: nn.Parameter, name: str) -> None:
+        self.initial = _initial_slots(optimizer, parameter, name)
+        self._parameter = parameter
+        self._whole: dict[str, Tensor] = {}
+
+    def take(self, optimizer: Optimizer, rows: Tensor, room: int) -> None:
+        """Put the entries of rows in the place of the whole.
+
+        Args:
+            rows: int64 [touched]; -1: one that does not exist yet.
+            room: Rows that there is memory for.
+        """
+        self.restore(optimizer)
+        state = optimizer.state[self._parameter]
+        missing = rows < 0
+        for name, initial in self.initial.items():
+            if not isinstance(state.get(name), Tensor):
+                continue  # the optimiser has not begun
+            whole = _fitted(state[name], initial, room)
+            if room:
+                part = whole.index_select(0, rows.clamp(min=0))
+                part[missing] = initial.to(part.dtype)
+            else:
+                part = initial.to(whole.dtype).expand(len(rows), *initial.shape).clone()
+            self._whole[name], state[name] = whole, part
+
+    def put(self, optimizer: Optimizer, rows: Tensor, room: int) -> None:
+        """Write the entries of rows back; each row exists now."""
+        state = optimizer.state[self._parameter]
+        for name, initial in self.initial.items():
+            part = state.get(name)
+            if isinstance(part, Tensor):
+                whole = self._whole.pop(name, part.new_empty(0, *initial.shape))
+                state[name] = _fitted(whole, initial, room).index_copy_(0, rows, part)
+
+    def restore(self, optimizer: Optimizer) -> None:
+        """After a step that has raised an exception: the whole, as it was."""
+        optimizer.state[self._parameter].update(self._whole)
+        self._whole.clear()
+
+
+def _fitted(whole: Tensor, initial: Tensor, room: int) -> Tensor:
+    """With entries for `room` rows."""
+    if len(whole) >= room:
+        return whole
+    larger = whole.new_empty(room, *initial.shape)
+    larger[: len(whole)] = whole
+    larger[len(whole) :] = initial.to(whole.dtype)
+    return larger
+
+
+def _initial_slots(optimizer: Optimizer, parameter: nn.Parameter, name: str) -> dict[str, Tensor]:
+    """Try the optimiser on rows of no importance: what it keeps for each that has a gradient of 0.
+
+    Raises:
+        UsageError: Steps of a row depend on other rows, or state is kept that is not by row.
+    """
+    columns = parameter.shape[1]
+    rows = torch.zeros(columns + 1, columns, dtype=parameter.dtype, device=parameter.device)
+    state = _trial(optimizer, parameter, rows, rows, name)[1]
+    slots = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.ndim}
+    for key, value in slots.items():
+        if len(value) != len(rows):
+            raise _unusable(optimizer, name, f"its state {key!r} is shared by all rows")
+    values = (torch.arange(rows.numel(), device=rows.device).reshape(rows.shape) % 7 - 3) / 8
+    values = values.to(rows.dtype)
+    other = values.flip(0).clone()
+    other[0] = values[0]
+    moved = [_trial(optimizer, parameter, values, g, name)[0][0] for g in (values, other)]
+    if not torch.equal(*moved):
+        raise _unusable(optimizer, name, "the step of a row depends on the other rows of the batch")
+    return {key: value[0].clone() for key, value in slots.items()}
+
+
+def _trial(
+    optimizer: Optimizer, parameter: nn.Parameter, rows: Tensor, gradient: Tensor, name: str
+) -> tuple[Tensor, dict[str, Any]]:
+    """Rows and state after a step of an optimiser of this kind."""
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    trial = nn.Parameter(rows.clone())
+    trial.grad = gradient.clone()
+    try:
+        fresh = type(optimizer)([trial], **{k: group[k] for k in optimizer.defaults if k in group})
+        fresh.step()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _unusable(optimizer, name, f"a trial step of it ends with: {error}") from error
+    return trial.detach(), fresh.state[trial]
+
+
+def _unusable(optimizer: Optimizer, name: str, why: str) -> UsageError:
+    return UsageError(
+        f"{type(optimizer).__name__} cannot train a table that grows",
+        where=name,
+        why=f"Only the rows of a batch take part in a step, and {why}.",
+        fix="Give the table an optimiser of its own: SGD, Adagrad, Adam, or "
+        "headway.nn.RowWiseAdagrad.",
+    )
