@@ -6,6 +6,7 @@ the touched rows take their place, so that the optimiser sees an ordinary small 
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -104,7 +105,9 @@ def _trial(
     trial = nn.Parameter(rows.clone())
     trial.grad = gradient.clone()
     try:
-        fresh = type(optimizer)([trial], **{k: group[k] for k in optimizer.defaults if k in group})
+        legal = inspect.signature(type(optimizer)).parameters
+        options = {k: v for k, v in group.items() if k in legal and k != "params"}
+        fresh = type(optimizer)([trial], **options)
         fresh.step()
     except (TypeError, ValueError, RuntimeError) as error:
         raise _unusable(optimizer, name, f"a trial step of it ends with: {error}") from error

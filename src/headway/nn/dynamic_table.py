@@ -114,6 +114,9 @@ class DynamicTable(nn.Module):
         self._waiting = self._new_waiting()
         self._step: _Step | None = None
         self._stepping: _Step | None = None
+        # A state that is saved or loaded between backward and step has no touched rows.
+        self.register_state_dict_post_hook(_leave_out_touched)
+        self.register_load_state_dict_pre_hook(_forget_touched)
         self._listen()
 
     def _new_waiting(self) -> RowStore:
@@ -495,6 +498,15 @@ def checked_keys(keys: Any) -> Tensor:
         why="Keys are names, not numbers: in float32, 16777217 would be the key 16777216.",
         fix="Make them integers before they become a tensor.",
     )
+
+
+def _leave_out_touched(table: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    state[f"{prefix}weight"] = state[f"{prefix}weight"][:0].clone()
+
+
+def _forget_touched(table: nn.Module, *_: Any) -> None:
+    assert isinstance(table, DynamicTable)
+    table._forget_step()  # noqa: SLF001
 
 
 def _check(name: str, value: object, legal: bool, wanted: str) -> None:
