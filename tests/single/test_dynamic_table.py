@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from headway.errors import CheckpointMismatch, DataError, UsageError
-from headway.nn import DynamicEmbeddingBag, DynamicTable, RowWiseAdagrad
+from headway.nn import DynamicEmbeddingBag, DynamicTable
 from headway.nn.dynamic_initial import initial_rows
 from headway.nn.dynamic_storage import KeyIndex, RowStore, distinct
 from headway.optim import LAMB
@@ -166,12 +166,14 @@ OPTIMIZERS = {
         reference.adagrad,
         lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5),
     ),
-    "row-wise Adagrad": (reference.row_wise_adagrad, lambda p: RowWiseAdagrad(p, lr=0.1)),
 }
 
 
 def random_bags(rng, number, keys=12, most=4):
-    bags = [[rng.choice([*range(keys), 2**60]) for _ in range(rng.randrange(most))] for _ in range(number)]
+    bags = [
+        [rng.choice([*range(keys), 2**60]) for _ in range(rng.randrange(most))]
+        for _ in range(number)
+    ]
     weights = [[rng.uniform(0.5, 2) for _ in bag] for bag in bags]
     return bags, weights, [[rng.gauss(0, 1) for _ in range(DIM)] for _ in bags]
 
@@ -219,7 +221,7 @@ def test_steps_equal_the_definition(name, mode):
 
 
 @pytest.mark.parametrize("micro", [1, 2, 3])
-@pytest.mark.parametrize("admit,evict", [(0, 2), (1, None), (2, 3), (3, 1)])
+@pytest.mark.parametrize(("admit", "evict"), [(0, 2), (1, None), (2, 3), (3, 1)])
 def test_admission_and_eviction_are_rules_of_the_stream(admit, evict, micro):
     """Also for several micro-batches in a step, and several lookups in a pass."""
     rng = random.Random(f"{admit} {evict}")
@@ -261,7 +263,9 @@ def test_it_equals_embedding_bag_with_max_norm(mode):
     ours = DynamicEmbeddingBag(DIM, mode=mode, max_norm=1.0, dtype=torch.float64)
     rows = torch.randn(10, DIM, dtype=torch.float64)
     ours.table.upsert(torch.arange(10), rows)
-    theirs = nn.EmbeddingBag(10, DIM, mode=mode, max_norm=1.0, dtype=torch.float64, _weight=rows.clone())
+    theirs = nn.EmbeddingBag(
+        10, DIM, mode=mode, max_norm=1.0, dtype=torch.float64, _weight=rows.clone()
+    )
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (ours, theirs)]
     for _ in range(5):
         ids, offsets = torch.randint(0, 10, (12,)), torch.tensor([0, 3, 3, 9])
@@ -295,7 +299,10 @@ def test_an_empty_bag_has_zeros_or_the_vector_of_the_default():
     found.sum().backward()
     optimizer.step()
     assert sorted(exported(bag.table)) == [4, 5, 9]
-    assert DynamicEmbeddingBag(DIM, default_id=9)(torch.empty(0, 2, dtype=torch.int64)).shape == (0, DIM)
+    assert DynamicEmbeddingBag(DIM, default_id=9)(torch.empty(0, 2, dtype=torch.int64)).shape == (
+        0,
+        DIM,
+    )
 
 
 def test_passes_without_gradients_change_nothing():
@@ -307,7 +314,8 @@ def test_passes_without_gradients_change_nothing():
     assert torch.equal(first, bag.eval()(keys))
     assert not bag(keys).requires_grad
     optimizer.step()
-    assert len(bag.table) == 0 and bag.table._waiting.high == 0
+    assert len(bag.table) == 0
+    assert bag.table._waiting.high == 0
     bag.train().requires_grad_(False)
     assert not bag(keys).requires_grad
 
@@ -321,8 +329,13 @@ def test_two_modules_share_a_table_and_copies_do_not():
     (one(torch.tensor([[1, 2]])).sum() + two(torch.tensor([[2, 3]])).sum()).backward()
     other = copy.deepcopy(model)
     optimizer.step()
-    moved = {k: [b - a for a, b in zip(initial(k), row, strict=True)] for k, row in exported(one.table).items()}
-    assert moved == {k: pytest.approx([-0.5 * by] * DIM) for k, by in {1: 1, 2: 1.5, 3: 0.5}.items()}
+    moved = {
+        k: [b - a for a, b in zip(initial(k), row, strict=True)]
+        for k, row in exported(one.table).items()
+    }
+    assert moved == {
+        k: pytest.approx([-0.5 * by] * DIM) for k, by in {1: 1, 2: 1.5, 3: 0.5}.items()
+    }
     assert other[0].table is other[1].table
     torch.optim.SGD(other.parameters(), lr=0.5).step()  # copies of parameters have no gradients
     assert len(other[0].table) == 0
@@ -365,7 +378,7 @@ def test_a_saved_table_goes_on_as_if_nothing_had_been(way):
 
 def test_a_state_of_another_law_is_refused():
     state = DynamicEmbeddingBag(DIM, seed=1).state_dict()
-    with pytest.raises(CheckpointMismatch, match="'seed': 1.* cannot be loaded"):
+    with pytest.raises(CheckpointMismatch, match=r"'seed': 1.* cannot be loaded"):
         DynamicEmbeddingBag(DIM).load_state_dict(state)
 
 
@@ -423,11 +436,13 @@ def test_other_optimisers_of_torch_train_it():
                 vector = bag(torch.tensor([[1]])) if row is None else row
                 vector.mul(torch.tensor([1.0, -2.0, turn - 1.5])).sum().backward()
                 optimizer.step()
-        torch.testing.assert_close(bag.table.lookup(torch.tensor([1])), plain.detach(), rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            bag.table.lookup(torch.tensor([1])), plain.detach(), rtol=1e-12, atol=0
+        )
 
 
 @pytest.mark.parametrize(
-    "optimizer_of,why",
+    ("optimizer_of", "why"),
     [
         (lambda p: torch.optim.Adafactor(p), "'col_var' is shared by all rows"),
         (lambda p: LAMB(p, lr=0.1), "depends on the other rows"),
@@ -462,7 +477,7 @@ def test_a_step_with_a_closure_is_refused():
 
 
 @pytest.mark.parametrize(
-    "arguments,message",
+    ("arguments", "message"),
     [
         ({"dim": 0}, "dim is 0"),
         ({"dim": 2, "scale": -1.0}, "scale is -1.0"),
@@ -490,7 +505,7 @@ def test_a_shared_table_has_its_own_law():
 
 
 @pytest.mark.parametrize(
-    "keys,rest,message",
+    ("keys", "rest", "message"),
     [
         (torch.tensor([[1.0]]), {}, "keys are float32"),
         ([[1]], {}, "keys are list"),
@@ -517,35 +532,5 @@ def test_bad_bags(keys, rest, message):
 
 
 def test_rows_of_another_form():
-    with pytest.raises(DataError, match="there must be one key for each row|There must be one key"):
+    with pytest.raises(DataError, match="There must be one key"):
         DynamicTable(DIM).upsert(torch.tensor([1, 2]), torch.zeros(1, DIM))
-
-
-# The row-wise optimiser on ordinary tables.
-
-
-@pytest.mark.parametrize("sparse", [True, False])
-def test_row_wise_adagrad_on_a_table_of_fixed_size(sparse):
-    torch.manual_seed(1)
-    bag = nn.EmbeddingBag(5, DIM, mode="sum", sparse=sparse, dtype=torch.float64)
-    optimizer = RowWiseAdagrad(bag.parameters(), lr=0.1)
-    rows = bag.weight.detach().tolist()
-    serial = reference.SerialTable(reference.row_wise_adagrad, lambda key: rows[key])
-    for turn in range(4):
-        bags, given = [[0, 1, 1], [turn]], torch.randn(2, DIM, dtype=torch.float64).tolist()
-        optimizer.zero_grad()
-        pull(bag(torch.tensor([0, 1, 1, turn]), torch.tensor([0, 3])), given)
-        optimizer.step()
-        serial.step(reference.gradients_of_bags(bags, [[1.0] * 3, [1.0]], given))
-    for key in range(5):
-        assert bag.weight[key].tolist() == pytest.approx(serial.read(key), rel=1e-12)
-
-
-def test_row_wise_adagrad_refuses_what_has_no_rows():
-    layer = nn.Linear(2, 2)
-    optimizer = RowWiseAdagrad(layer.parameters())
-    layer(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(UsageError, match=r"a parameter is \[2\]"):
-        optimizer.step()
-    with pytest.raises(UsageError, match="eps is 0"):
-        RowWiseAdagrad(layer.parameters(), eps=0.0)

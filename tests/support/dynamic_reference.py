@@ -16,7 +16,11 @@ class SerialTable:
     """Keys -> rows. One call of `step` has the gradients of all keys that were touched in it."""
 
     def __init__(
-        self, law: Law, initial: Callable[[int], Row], admit_after: int = 0, evict_after: int = 10**9
+        self,
+        law: Law,
+        initial: Callable[[int], Row],
+        admit_after: int = 0,
+        evict_after: int = 10**9,
     ) -> None:
         self.law, self.initial = law, initial
         self.admit_after, self.evict_after = admit_after, evict_after
@@ -77,7 +81,9 @@ def adagrad(row: Row, gradient: Row, slots: dict[str, Any], step: int) -> Row:
 
 def row_wise_adagrad(row: Row, gradient: Row, slots: dict[str, Any], step: int) -> Row:
     slots["sum"] = slots.get("sum", 0.0) + sum(g * g for g in gradient) / len(gradient)
-    return [x - 0.1 * g / (math.sqrt(slots["sum"]) + 1e-10) for x, g in zip(row, gradient, strict=True)]
+    return [
+        x - 0.1 * g / (math.sqrt(slots["sum"]) + 1e-10) for x, g in zip(row, gradient, strict=True)
+    ]
 
 
 def gradients_of_bags(

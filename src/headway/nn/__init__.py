@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from headway.nn.dynamic_bag import DynamicEmbeddingBag
     from headway.nn.dynamic_table import DynamicTable
-    from headway.nn.row_wise import RowWiseAdagrad
 
 _HOMES = {
     "dynamic_bag": "DynamicEmbeddingBag",
     "dynamic_table": "DynamicTable",
-    "row_wise": "RowWiseAdagrad",
 }
 
-__all__ = ["DynamicEmbeddingBag", "DynamicTable", "RowWiseAdagrad"]
+__all__ = [
+    "DynamicEmbeddingBag",
+    "DynamicTable",
+]
 
 
 def __getattr__(name: str) -> Any:

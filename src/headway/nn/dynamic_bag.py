@@ -143,7 +143,7 @@ class _Sums(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        weight: Tensor,  # noqa: ARG004 - tells autograd that the result has a gradient
+        weight: Tensor,
         weights: Tensor | None,
         found: LookedUpRows,
         places: Tensor,
@@ -194,7 +194,9 @@ def _check_bag(
     defaults = {"initial": "uniform", "scale": 0.01}
     given = [k for k, v in law.items() if v != defaults.get(k) and v not in (0, None)]
     if given:
-        raise refuse(f"{', '.join(given)} and table are given", "The table that is shared has its own.")
+        raise refuse(
+            f"{', '.join(given)} and table are given", "The table that is shared has its own."
+        )
 
 
 def _sizes(keys: Tensor, offsets: Tensor | None, lengths: Tensor | None) -> Tensor:
@@ -213,12 +215,12 @@ def _sizes(keys: Tensor, offsets: Tensor | None, lengths: Tensor | None) -> Tens
     name = "lengths" if offsets is None else "offsets"
     if given.ndim != 1 or given.dtype not in (torch.int64, torch.int32):
         raise DataError(
-            f"{name} are {str(given.dtype).removeprefix('torch.')} {list(given.shape)}, and must be "
-            "int64 or int32 of one dimension"
+            f"{name} are {str(given.dtype).removeprefix('torch.')} {list(given.shape)}, and must "
+            "be int64 or int32 of one dimension"
         )
     sizes = given.long()
     if offsets is not None:
-        if len(sizes) and int(sizes[0]) != 0 or (not len(sizes) and len(keys)):
+        if (len(sizes) and int(sizes[0]) != 0) or (not len(sizes) and len(keys)):
             raise DataError("the first offset must be 0: keys before it would be in no bag")
         sizes = torch.cat([sizes, sizes.new_tensor([len(keys)])]).diff()
     if len(sizes) and int(sizes.min()) < 0:
@@ -239,8 +241,8 @@ def _weights(keys: Tensor, weights: Tensor | None) -> Tensor | None:
         return None
     if weights.shape != keys.shape or not weights.is_floating_point():
         raise DataError(
-            f"weights are {str(weights.dtype).removeprefix('torch.')} {list(weights.shape)}, and must "
-            f"be real numbers {list(keys.shape)}, as keys"
+            f"weights are {str(weights.dtype).removeprefix('torch.')} {list(weights.shape)}, and "
+            f"must be real numbers {list(keys.shape)}, as keys"
         )
     wrong = ~weights.detach().isfinite()
     if bool(wrong.any()):

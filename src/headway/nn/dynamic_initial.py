@@ -87,6 +87,7 @@ def _turn(fraction: Tensor) -> tuple[Tensor, Tensor]:
     quarter = eighths.to(torch.int64) & 3
     swapped = quarter % 2 == 1
     return (
-        torch.where(swapped, sine, cosine) * torch.where((quarter == 1) | (quarter == 2), -1.0, 1.0),
+        torch.where(swapped, sine, cosine)
+        * torch.where((quarter == 1) | (quarter == 2), -1.0, 1.0),
         torch.where(swapped, cosine, sine) * torch.where(quarter >= 2, -1.0, 1.0),
     )

@@ -119,6 +119,6 @@ def _unusable(optimizer: Optimizer, name: str, why: str) -> UsageError:
         f"{type(optimizer).__name__} cannot train a table that grows",
         where=name,
         why=f"Only the rows of a batch take part in a step, and {why}.",
-        fix="Give the table an optimiser of its own: SGD, Adagrad, Adam, or "
-        "headway.nn.RowWiseAdagrad.",
+        fix="Give the table an optimiser of its own: SGD, Adagrad, Adam, headway.optim's "
+        "RowWiseAdagrad.",
     )

@@ -109,7 +109,7 @@ class KeyIndex:
 
     def insert(self, keys: Tensor, rows: Tensor) -> None:
         """Enter keys that are missing, each once, with their row numbers."""
-        self._reserve(len(keys))
+        self.reserve(len(keys))
         self.size += len(keys)
         self._used += len(keys)
         slots = self._homes(keys)
@@ -149,14 +149,15 @@ class KeyIndex:
             self.size -= len(taken)
 
     def chunks(self, size: int = _CHUNK) -> Iterator[tuple[Tensor, Tensor]]:
-        """All keys and their row numbers, at most `size` at a time, in no order that means anything."""
+        """All keys and their row numbers, at most `size` at a time, in any order."""
         for start in range(0, self.slots, size):
             entries = self._entries[start : start + size]
             entries = entries[entries[:, 1] >= 0]
             if len(entries):
                 yield entries[:, 0].contiguous(), entries[:, 1].contiguous()
 
-    def _reserve(self, more: int) -> None:
+    def reserve(self, more: int) -> None:
+        """Make room for so many keys more."""
         if self._used + more <= _MOST_LOAD * self.slots:
             return
         slots = self.slots
@@ -186,7 +187,7 @@ class RowStore:
     def __init__(self, room: int = 0, device: torch.device | None = None) -> None:
         self.index = KeyIndex(device or torch.device("cpu"))
         if room:
-            self.index._reserve(room)  # noqa: SLF001
+            self.index.reserve(room)
         self.columns: dict[str, Tensor] = {}
         self.high = 0
         self._free = torch.empty(0, dtype=torch.int64, device=device)
@@ -210,7 +211,7 @@ class RowStore:
         return self.index.find(keys)
 
     def make(self, keys: Tensor) -> Tensor:
-        """Row numbers for keys that are missing, each given once; the caller fills their columns."""
+        """Row numbers for missing keys, each given once; the caller fills their columns."""
         again = min(len(keys), len(self._free))
         reused, self._free = self._free[:again], self._free[again:]
         fresh = torch.arange(self.high, self.high + len(keys) - again, device=keys.device)

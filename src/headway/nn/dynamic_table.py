@@ -115,8 +115,8 @@ class DynamicTable(nn.Module):
         self._step: _Step | None = None
         self._stepping: _Step | None = None
         # A state that is saved or loaded between backward and step has no touched rows.
-        self.register_state_dict_post_hook(_leave_out_touched)
-        self.register_load_state_dict_pre_hook(_forget_touched)
+        self.register_state_dict_post_hook(_leave_out_touched)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_forget_touched)  # type: ignore[no-untyped-call]
         self._listen()
 
     def _new_waiting(self) -> RowStore:
@@ -181,7 +181,7 @@ class DynamicTable(nn.Module):
         return there
 
     def export(self, chunk: int = 1 << 20) -> Iterator[tuple[Tensor, Tensor]]:
-        """All keys and rows, copied, in pieces of at most `chunk`; the table must not change meanwhile.
+        """All keys and rows, copied, in pieces of at most `chunk`; do not change it meanwhile.
 
         Yields:
             int64 [n] and [n, dim]; in no order that means anything.
@@ -295,12 +295,12 @@ class DynamicTable(nn.Module):
         me = weakref.ref(self)
 
         def before(optimizer: Optimizer, *_: Any) -> None:
-            if (table := me()) is not None and table._is_stepped_by(optimizer):  # noqa: SLF001
-                table._before_step(optimizer)  # noqa: SLF001
+            if (table := me()) is not None and table._is_stepped_by(optimizer):
+                table._before_step(optimizer)
 
         def after(optimizer: Optimizer, *_: Any) -> None:
-            if (table := me()) is not None and table._is_stepped_by(optimizer):  # noqa: SLF001
-                table._after_step(optimizer)  # noqa: SLF001
+            if (table := me()) is not None and table._is_stepped_by(optimizer):
+                table._after_step(optimizer)
 
         for handle in (
             register_optimizer_step_pre_hook(before),
@@ -424,7 +424,7 @@ class DynamicTable(nn.Module):
         return {name: value for name, value in self.__dict__.items() if name != "_slots"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._listen()
 
     def extra_repr(self) -> str:
@@ -448,7 +448,7 @@ class LookedUpRows:
         """Where in `values()` the rows of keys are; int64 [n]."""
         first, inverse = distinct(keys)
         own = keys[first]
-        rows, values = self._table._read(own)  # noqa: SLF001
+        rows, values = self._table._read(own)
         self._keys.append(own)
         self._rows.append(rows)
         self._values.append(values)
@@ -475,7 +475,7 @@ class LookedUpRows:
             first, inverse = distinct(keys)
             keys, rows, values = keys[first], rows[first], values[first]
             gradients = torch.zeros_like(values).index_add_(0, inverse, gradients)
-        self._table._take(keys, rows, values, gradients)  # noqa: SLF001
+        self._table._take(keys, rows, values, gradients)
 
     @staticmethod
     def _one(parts: list[Tensor]) -> Tensor:
@@ -492,7 +492,9 @@ def checked_keys(keys: Any) -> Tensor:
     """
     if isinstance(keys, Tensor) and keys.dtype in (torch.int64, torch.int32):
         return keys.long()
-    form = str(keys.dtype).removeprefix("torch.") if isinstance(keys, Tensor) else type(keys).__name__
+    form = (
+        str(keys.dtype).removeprefix("torch.") if isinstance(keys, Tensor) else type(keys).__name__
+    )
     raise DataError(
         f"keys are {form}, and must be a tensor of int64 or int32",
         why="Keys are names, not numbers: in float32, 16777217 would be the key 16777216.",
@@ -506,7 +508,7 @@ def _leave_out_touched(table: nn.Module, state: dict[str, Any], prefix: str, _: 
 
 def _forget_touched(table: nn.Module, *_: Any) -> None:
     assert isinstance(table, DynamicTable)
-    table._forget_step()  # noqa: SLF001
+    table._forget_step()
 
 
 def _check(name: str, value: object, legal: bool, wanted: str) -> None:
