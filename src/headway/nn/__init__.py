@@ -1,4 +1,5 @@
-"""Layers for models with very large tables: rows that appear with their keys.
+"""Layers for models with very large tables: rows that appear with their keys, and what is made of
+rows: factorisation machines, cross layers, dots of pairs.
 
 The names are loaded when they are first used.
 """
@@ -9,17 +10,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headway.nn.cross import CrossLayer, CrossLayerV2
+    from headway.nn.dots import PairwiseDots
     from headway.nn.dynamic_bag import DynamicEmbeddingBag
     from headway.nn.dynamic_table import DynamicTable
+    from headway.nn.factorization import FactorizationMachine, FieldAwareFactorizationMachine
 
 _HOMES = {
+    "cross": "CrossLayer CrossLayerV2",
+    "dots": "PairwiseDots",
     "dynamic_bag": "DynamicEmbeddingBag",
     "dynamic_table": "DynamicTable",
+    "factorization": "FactorizationMachine FieldAwareFactorizationMachine",
 }
 
 __all__ = [
+    "CrossLayer",
+    "CrossLayerV2",
     "DynamicEmbeddingBag",
     "DynamicTable",
+    "FactorizationMachine",
+    "FieldAwareFactorizationMachine",
+    "PairwiseDots",
 ]
 
 

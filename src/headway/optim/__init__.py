@@ -1,4 +1,4 @@
-"""Training with large batches: LARS, LAMB, divided norms, and the learning rates that belong to it.
+"""Large batches: LARS, LAMB, divided norms, learning rates; row-wise Adagrad for tables.
 
 The names are loaded when they are first used: `lr_scaling` is arithmetic without torch.
 """
@@ -19,20 +19,23 @@ if TYPE_CHECKING:
         square_root,
     )
     from headway.optim.parallel_operator import ParallelOperator
-    from headway.optim.warmup import WarmUp, correct_momentum
+    from headway.optim.row_wise import RowWiseAdagrad, tables_by_row
+    from headway.optim.warmup import WarmUp, correct_momentum, warmup_hold_decay
 
 
 _HOMES = {
     "layerwise": "LAMB LARS fit_exchange parallel_norms",
     "lr_scaling": "Scaling adasum_rate check_scaling linear scale_rates square_root",
     "parallel_operator": "ParallelOperator",
-    "warmup": "WarmUp correct_momentum",
+    "row_wise": "RowWiseAdagrad tables_by_row",
+    "warmup": "WarmUp correct_momentum warmup_hold_decay",
 }
 
 __all__ = [
     "LAMB",
     "LARS",
     "ParallelOperator",
+    "RowWiseAdagrad",
     "Scaling",
     "WarmUp",
     "adasum_rate",
@@ -43,6 +46,8 @@ __all__ = [
     "parallel_norms",
     "scale_rates",
     "square_root",
+    "tables_by_row",
+    "warmup_hold_decay",
 ]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from headway.errors import RecipeError
 from headway.optim.layerwise import LARS
@@ -194,3 +194,41 @@ def warmup_then_cosine(
     lowest = end * max(group["lr"] for group in optimizer.param_groups)
     fall = partial(CosineAnnealingLR, T_max=max(1, steps - rise), eta_min=lowest)
     return WarmUp(optimizer, rise, then=fall, delay=True)
+
+
+def warmup_hold_decay(
+    optimizer: Optimizer, *, warmup: int, hold: int, decay: int, lowest: float = 1e-7
+) -> LRScheduler:
+    """Up along a line, as it is, then down along a parabola: the rates of DLRM's trainings.
+
+    The factor of step t = 0, 1, ... is (t + 1) / warmup, then 1 for `hold` steps, then
+    ((decay - n) / decay)^2 in the n-th step behind them, and after `decay` such steps it stays.
+
+    Args:
+        warmup: Steps upwards.
+        hold: Steps at the full rate.
+        decay: Steps downwards; 0: the rate stays.
+        lowest: No rate falls below it.
+
+    Raises:
+        RecipeError: A number is negative.
+    """
+    if min(warmup, hold, decay) < 0 or lowest < 0:
+        raise RecipeError(
+            f"a warm-up of {warmup}, a hold of {hold} and a decay of {decay} steps to {lowest}",
+            why="All of these are at least 0.",
+        )
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    return LambdaLR(
+        optimizer, [partial(_rise_hold_fall, rate, warmup, hold, decay, lowest) for rate in rates]
+    )
+
+
+def _rise_hold_fall(
+    rate: float, warmup: int, hold: int, decay: int, lowest: float, step: int
+) -> float:
+    if step < warmup:
+        return (step + 1) / warmup
+    fallen = min(max(0, step - warmup - hold), decay)
+    factor = ((decay - fallen) / decay) ** 2 if decay else 1.0
+    return max(factor, min(1.0, lowest / rate)) if rate else factor

@@ -96,7 +96,8 @@ def workload_names() -> list[str]:
         return []
     places = [Path(place) for place in spec.submodule_search_locations]
     files = (file for place in places for file in place.glob("*.py"))
-    return sorted({file.stem for file in files if file.stem != "__init__"})
+    # "des-fm" is the module des_fm.
+    return sorted({file.stem.replace("_", "-") for file in files if file.stem != "__init__"})
 
 
 def _find(reference: str, overrides: Sequence[str]) -> CheckedRecipe:
@@ -141,8 +142,8 @@ def _refuse_other_files(path: Path) -> None:
 
 def _workload(name: str) -> str:
     legal = workload_names()
-    if name in legal:
-        return f"{WORKLOADS}.{name}:recipe"
+    if name.replace("_", "-") in legal:
+        return f"{WORKLOADS}.{name.replace('-', '_')}:recipe"
     raise RecipeError(
         f"no recipe is called {name!r}{nearest(name, legal)}",
         why="A recipe is a path to a .toml file, module:function, or a bundled workload's name.",

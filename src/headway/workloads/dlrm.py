@@ -1,0 +1,116 @@
+"""Clicks by DLRM: tables of ids, dense layers over numbers, and the dot products of all vectors.
+
+    headway train dlrm -n 2
+    headway train dlrm -n 2 --set arguments.data=movielens
+    headway train dlrm -n 2 --set arguments.data=criteo --set arguments.path=days/ \\
+        --set arguments.steps=10000
+
+Naumov et al. 2019, "Deep Learning Recommendation Model for Personalization and Recommendation
+Systems". The defaults train on Adult in a few seconds; the paper's sizes for Criteo's set of Kaggle
+are `width=16`, `bottom=[512, 256, 64]`, `top=[512, 256]`, `optimizer=sgd`, `learning_rate=0.1`.
+
+Names of shapes: N samples, P places of ids, D width of a vector, F vectors of a sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from headway.errors import RecipeError
+from headway.nn.dots import PairwiseDots
+from headway.run.recipe.recipe import Recipe
+from headway.workloads.recommender.click_data import ClickData, Field
+from headway.workloads.recommender.layers import FieldTables, dense_layers
+from headway.workloads.recommender.recipes import click_recipe
+
+# ruff: noqa: N803, N806 (shape suffixes)
+
+Interaction = Literal["dot", "cat"]
+
+
+class DLRM(nn.Module):
+    """Dense layers over the numbers; their result and the tables' meet; dense layers over that.
+
+    Args:
+        numbers: Columns of `dense`.
+        width: D.
+        bottom: Sizes of the hidden layers over the numbers, whose last layer has D.
+        top: Sizes of the hidden layers behind the interaction.
+        interaction: "dot": the vector of the numbers and the dot products of all pairs of vectors.
+            "cat": all vectors, one behind the other.
+        itself: Also the dot products of each vector with itself.
+        clamp: Probabilities keep this distance from 0 and 1.
+
+    Raises:
+        RecipeError: There is no such interaction, or `clamp` is no distance below 1/2.
+    """
+
+    def __init__(
+        self,
+        numbers: int,
+        fields: Sequence[Field],
+        *,
+        width: int = 16,
+        bottom: Sequence[int] = (64,),
+        top: Sequence[int] = (64, 32),
+        interaction: Interaction = "dot",
+        itself: bool = False,
+        clamp: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if interaction not in get_args(Interaction):
+            legal = ", ".join(get_args(Interaction))
+            raise RecipeError(f"no interaction {interaction!r}", fix=f"choose one of {legal}")
+        if not 0 <= clamp < 0.5:
+            raise RecipeError(f"clamp is {clamp}", why="It is a distance from 0 and 1, below 0.5.")
+        vectors = len(fields) + 1
+        self.bottom = dense_layers((numbers, *bottom, width), last_relu=True)
+        self.tables = FieldTables(fields, width)
+        self.dots = PairwiseDots(vectors, itself=itself) if interaction == "dot" else None
+        met = vectors * width if self.dots is None else width + self.dots.features
+        self.top = dense_layers((met, *top, 1), last_relu=False)
+        self.most = math.log((1 - clamp) / clamp) if clamp else None
+
+    def forward(self, dense_ND: Tensor, ids_NP: Tensor) -> Tensor:
+        """Logits [N]."""
+        first_ND = self.bottom(dense_ND)
+        vectors = [first_ND, *self.tables(ids_NP)]
+        if self.dots is None:
+            met = torch.cat(vectors, dim=1)
+        else:
+            met = torch.cat((first_ND, self.dots(torch.stack(vectors, dim=1))), dim=1)
+        logits_N: Tensor = self.top(met).squeeze(1)
+        return logits_N if self.most is None else logits_N.clamp(-self.most, self.most)
+
+
+def recipe(
+    *,
+    width: int = 16,
+    bottom: Sequence[int] = (64,),
+    top: Sequence[int] = (64, 32),
+    interaction: Interaction = "dot",
+    itself: bool = False,
+    clamp: float = 0.0,
+    learning_rate: float = 0.02,
+    **training: Any,
+) -> Recipe:
+    """A training of DLRM; see `DLRM` and, for further arguments, `click_recipe`."""
+
+    def model(data: ClickData) -> DLRM:
+        return DLRM(
+            len(data.numbers),
+            data.fields,
+            width=width,
+            bottom=bottom,
+            top=top,
+            interaction=interaction,
+            itself=itself,
+            clamp=clamp,
+        )
+
+    return click_recipe("dlrm", model, learning_rate=learning_rate, **training)
