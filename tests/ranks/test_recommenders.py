@@ -1,0 +1,87 @@
+"""ranks: recommenders are equal to their serial runs; what they reach on published data."""
+
+from __future__ import annotations
+
+import pytest
+
+import headway
+from headway.errors import DataError, HeadwayError, MissingExtra
+from headway.workloads.recommender.data_sets import adult
+from support.monitored import events
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* processes share .* CPU cores")
+
+RANDOM = ["arguments.data=random", "arguments.samples=400", "arguments.rows=40",
+          "arguments.places=2", "arguments.tables=3", "arguments.batch=24",
+          "arguments.validate_every=3"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("dlrm", 2), ("des-fm", 3), ("wide-deep", 2), ("deepfm", 2), ("dcn", 2)],
+)
+@pytest.mark.slow
+def test_each_equals_the_serial_run(name, ranks):
+    (run,) = headway.verify(name, processes=ranks, steps=3, overrides=RANDOM).runs
+    assert run.comparison.equal, run.comparison.first
+
+
+@pytest.mark.slow
+def test_metrics_of_a_whole_run_equal_those_of_the_serial_run():
+    (run,) = headway.verify("dlrm", processes=2, steps=4, whole=True, overrides=RANDOM).runs
+    assert run.comparison.equal
+    for name, end in run.whole.items():
+        assert end.equal, f"{name}: {end.first}"
+
+
+def test_random_data_are_recorded_and_learned(tmp_path):
+    result = headway.train(
+        "des-fm",
+        processes=2,
+        directory=tmp_path / "run",
+        overrides=["arguments.data=random", "arguments.rows=50", "arguments.epochs=6"],
+    )
+    assert result.metrics["auc"] > 0.75
+    assert result.metrics["normalised_entropy"] < 0.9
+    assert result.metrics["calibration"] == pytest.approx(1.0, abs=0.2)
+    assert "random numbers made from seed 0" in (tmp_path / "run" / "recipe.json").read_text()
+    first = events(tmp_path / "run", "validation")[0]
+    assert first["metrics"].keys() == {"auc", "normalised_entropy", "calibration"}
+
+
+@pytest.mark.parametrize(("name", "bar"), [("des-fm", 0.905), ("dlrm", 0.909)])
+@pytest.mark.slow
+def test_adult_reaches_its_bar_with_any_number_of_ranks(name, bar, tmp_path):
+    try:
+        adult()
+    except (DataError, MissingExtra) as error:
+        pytest.skip(f"{error.what}: {error.fix}")
+    reached = [
+        headway.train(
+            name,
+            processes=ranks,
+            directory=tmp_path / str(ranks),
+            overrides=["precision=float64"],
+        ).metrics
+        for ranks in (1, 2, 4)
+    ]
+    assert reached[0]["auc"] > bar
+    for found in reached[1:]:
+        assert found == pytest.approx(reached[0], abs=1e-6)
+
+
+def test_a_stream_of_lines_names_the_broken_one(tmp_path):
+    good = "\t".join(["1", *["2"] * 13, *["0a"] * 26]) + "\n"
+    file = tmp_path / "train.txt"
+    file.write_text(good * 20 + good.replace("2", "two", 1) + good * 20)
+    with pytest.raises(HeadwayError) as caught:
+        headway.train(
+            "dlrm",
+            processes=2,
+            directory=tmp_path / "run",
+            restarts=0,
+            overrides=["arguments.data=criteo", f'arguments.path="{file}"', "arguments.steps=4",
+                       "arguments.batch=8", "arguments.rows=100"],
+        )  # fmt: skip
+    assert "number I1 is 'two'" in str(caught.value)
+    assert f"{file}:21" in str(caught.value)
