@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from headway.checkpoint.format import DTYPES
 from headway.checkpoint.save_plan import HeldTensorSpec, SavePiece, TensorBox
+from headway.checkpoint.tensor_part import TensorPart
 from headway.errors import CheckpointError
 
 _PAGE = 4096
@@ -31,7 +32,7 @@ def spec_of(name: str, tensor: Tensor) -> HeldTensorSpec:
     """
     dtype = str(tensor.dtype).removeprefix("torch.")
     box = local_box(tensor)
-    known = tensor.layout == torch.strided and dtype in DTYPES
+    known = local_data(tensor).layout == torch.strided and dtype in DTYPES
     if not known or (box is not None and box.shape != tuple(local_data(tensor).shape)):
         raise CheckpointError(
             "cannot be stored in a checkpoint",
@@ -45,6 +46,8 @@ def spec_of(name: str, tensor: Tensor) -> HeldTensorSpec:
 
 def local_data(tensor: Tensor) -> Tensor:
     """The memory that this rank has of a tensor."""
+    if isinstance(tensor, TensorPart):
+        return tensor.local
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -53,6 +56,8 @@ def local_box(tensor: Tensor) -> TensorBox | None:
 
     A sum that is still to be taken has no part: its box is one of no element.
     """
+    if isinstance(tensor, TensorPart):
+        return tensor.box if tensor.box.shape != tuple(tensor.shape) else None
     if not isinstance(tensor, DTensor) or all(p.is_replicate() for p in tensor.placements):
         return None
     none = TensorBox((0,) * tensor.dim(), (0,) * tensor.dim())
@@ -99,13 +104,13 @@ class StagingBuffer:
         Returns:
             Logical name -> contiguous host tensor of the piece's shape, valid until the next call.
         """
-        devices = {tensors[piece.name].device for piece in pieces} - {torch.device("cpu")}
+        devices = {local_data(tensors[piece.name]).device for piece in pieces} - {torch.device("cpu")}
         pinned = any(device.type == "cuda" for device in devices)
         self._allocate(sum(piece.bytes for piece in pieces), pinned)
         staged: dict[str, Tensor] = {}
         start = 0
         for piece in pieces:
-            source = local_data(tensors[piece.name].detach())
+            source = local_data(tensors[piece.name]).detach()
             part = source[piece.rows] if source.dim() else source  # a number has no rows
             # Larger elements come first, so that `start` is a multiple of this element's size:
             # `view` needs it.
