@@ -446,7 +446,7 @@ def _whole_runs(job: VerifyJob, processes: int, pieces: bool) -> dict[str, Compa
         first = run("trained", exact, None)
         run("resumed", exact, first)
         elsewhere = run(f"resumed with {_counted(other)}", simple_plan(job, other), first)
-        if exact.memory.zero or exact.split.ranks > 1 or exact.pipe_degree > 1:
+        if exact.memory.zero or exact.needs_batch or exact.split.ranks > 1:
             # Parts of what was saved whole.
             run(f"resumed from {_counted(other)}", exact, elsewhere)
         if not wanted.exchange.exact and processes > 1:

@@ -14,7 +14,7 @@ steps all parameters are sharded again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,6 +47,7 @@ class ShardedState:
         mesh: Of one dimension, or of two: copies x parts.
         zero: 1 to 3, see `plan.MemoryPolicy`.
         counted: How often each gradient counts in their sum: ranks that share a sample.
+        left: Parameters that stay as they are, and whose gradients nobody sums here.
 
     Attributes:
         whole: Parameters that are not sharded, by name: those of no dimension.
@@ -63,6 +64,7 @@ class ShardedState:
         zero: Literal[1, 2, 3],
         *,
         counted: int = 1,
+        left: Collection[nn.Parameter] = (),
     ) -> None:
         self.model = model
         self.mesh = mesh
@@ -71,10 +73,11 @@ class ShardedState:
         # The optimiser's groups and state are keyed by these objects, which `fully_shard` replaces.
         names = {parameter: name for name, parameter in model.named_parameters()}
         # FSDP2 splits along dimension 0 and refuses a parameter that has none.
-        self.whole = {name: p for p, name in names.items() if p.dim() == 0}
-        options: dict[str, Any] = {"mesh": mesh, "ignored_params": set(self.whole.values())}
+        apart = set(left)
+        self.whole = {name: p for p, name in names.items() if p.dim() == 0 and p not in apart}
+        options: dict[str, Any] = {"mesh": mesh, "ignored_params": {*self.whole.values(), *apart}}
         # Inner modules first: `fully_shard` leaves alone what a call further inside has taken.
-        for module in fsdp_units(model):
+        for module in fsdp_units(model, apart):
             fully_shard(module, **options, reshard_after_forward=zero == 3)
         try:
             # What the root holds is needed again at once, when backward begins.
@@ -195,12 +198,15 @@ def check_real_numbers(model: nn.Module) -> None:
         )
 
 
-def fsdp_units(model: nn.Module) -> list[nn.Module]:
+def fsdp_units(model: nn.Module, left: Collection[nn.Parameter] = ()) -> list[nn.Module]:
     """The modules that are gathered by themselves: elements of lists and sequences, the outermost
     that have `MIN_SHARE_OF_MODEL` of the parameters, or `MIN_SHARE_OF_LARGEST`, and share none with
     the rest of the model.
+
+    Args:
+        left: Parameters that are not gathered.
     """
-    sizes = {p: p.numel() for p in model.parameters()}
+    sizes = {p: p.numel() for p in model.parameters() if p not in left}
     users: dict[Tensor, int] = {}
     for module in model.modules():
         for parameter in dict.fromkeys(module.parameters(recurse=False)):
@@ -215,7 +221,7 @@ def fsdp_units(model: nn.Module) -> list[nn.Module]:
             if not block and (container or not isinstance(module, nn.Sequential)):
                 yield from found(child)
                 continue
-            own = list(child.parameters())
+            own = [p for p in child.parameters() if p in sizes]
             # A parameter that a module outside holds as well would be used there while it is
             # sharded.
             alone = all(_uses(child, p) == users[p] for p in own)

@@ -173,6 +173,12 @@ class Plan:
         return self.mesh.degree(PIPE_AXIS)
 
     @property
+    def needs_batch(self) -> bool:
+        """Whether a first batch must be there before ranks know their parts of the model."""
+        tables = bool(self.split.tables) and self.data_degree > 1
+        return self.pipe_degree > 1 or bool(self.split.tensor) or tables
+
+    @property
     def meets_in_forward(self) -> bool:
         """Whether ranks that share the batch meet in a forward pass: they make as many passes.
 
@@ -600,7 +606,6 @@ def unsupported_by_executor(plan: Plan) -> Iterator[str]:
 def _unsupported_tables(plan: Plan) -> Iterator[str]:
     if not plan.split.tables:
         return
-    yield "split.tables"
     if plan.pipe_degree > 1:
         yield (
             "split.tables with a pipeline: all ranks that share the batch look rows up together, "

@@ -62,6 +62,11 @@ class TableSplit:
     hot: str = ""
     cold: str = ""
 
+    def matches(self, name: str) -> bool:
+        """Whether it means a parameter, by its own name or that of its module."""
+        module = name.rpartition(".")[0]
+        return fnmatchcase(name, self.tables) or fnmatchcase(module, self.tables)
+
     def __str__(self) -> str:
         """ "emb.* by grid (2 ranges of columns; rows travel) on ranks 0, 2"."""
         more = [f"{self.columns} ranges of columns"] if self.columns else []
@@ -144,7 +149,8 @@ def place_tables(
         ValueError: A split that does not fit these ranks or a table; one line that names both.
     """
     inner = node or ranks
-    chosen = {name: split for name in shapes if (split := _split_of(splits, name)) is not None}
+    firsts = {name: next((s for s in splits if s.matches(name)), None) for name in shapes}
+    chosen = {name: split for name, split in firsts.items() if split is not None}
     held = [0] * ranks
     found: dict[str, TablePlacement] = {}
     # What may lie anywhere comes last, to even out what the others have left.
@@ -174,14 +180,6 @@ def place_tables(
                 shared = 1 if cut == "none" else len(owners) * len(parts)
                 held[rank] += max(1, rows) * columns // shared
     return {name: found[name] for name in shapes if name in found}
-
-
-def _split_of(splits: Sequence[TableSplit], name: str) -> TableSplit | None:
-    """The first that means a parameter, by its own name or that of its module."""
-    module = name.rpartition(".")[0]
-    return next(
-        (s for s in splits if fnmatchcase(name, s.tables) or fnmatchcase(module, s.tables)), None
-    )
 
 
 def _owners(

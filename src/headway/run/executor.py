@@ -239,7 +239,8 @@ class Executor:
     ) -> None:
         self.world = world or find_world()
         self.plan = resolve_plan(plan, batch, self.world.ranks, precision)
-        check_components(model, optimizer, scheduler, self.world.ranks)
+        tables = self.plan.split.tables
+        check_components(model, optimizer, scheduler, self.world.ranks, tables)
         loss = usable_loss(loss)
         check_device(self.plan, self.world.device.type)
         if weights is not None:
@@ -607,10 +608,10 @@ class Executor:
 
     def _trained(self) -> TrainingState:
         """What a checkpoint holds, as this rank has it."""
-        if (self.plan.pipe_degree > 1 or self.plan.split.tensor) and not self._divided:
+        if self.plan.needs_batch and not self._divided:
             raise UsageError(
                 "this rank does not know its part of the model yet",
-                why="A model is cut into stages, and its layers are split, by a first batch.",
+                why="A model is cut into stages, and layers and tables are split, by a first batch.",
                 fix="Write run.cut(next(iter(run.batches(dataset)))) before save or resume.",
             )
         held = self.strategy.parameters

@@ -108,6 +108,7 @@ def has_precision_law(recipe: Recipe, plan: Plan) -> bool:
     pass (`RecordedRun.coupled`).
     """
     alike = plan.copies == plan.ranks and not plan.memory.zero and not plan.split.ranks > 1
+    alike = alike and not plan.split.tables
     return (
         recipe.precision != "float64"
         and alike
@@ -427,7 +428,7 @@ class RecordedRun:
             return self._same_in_workers(step)
         self._recorder.take(step, loss, numbers, self._run.record.norm)
         held = self._run.strategy.parameters
-        return self._same_everywhere(step, held.named, held.away)
+        return self._same_everywhere(step, held.alike, held.away)
 
     def _take_workers(
         self, step: int, loss: float, count: float, numbers: Mapping[str, Mapping[str, Tensor]]
@@ -537,7 +538,8 @@ class RecordedRun:
         for name, ranks in parameters.items():
             self._apart[f"{step}/parameter/{name.partition(' at ')[0]}"] = ranks
         plan = self._plan
-        if plan.exchange.values == "updates" or plan.memory.zero or plan.split.tensor:
+        parts = plan.memory.zero or plan.split.tensor or plan.split.tables
+        if plan.exchange.values == "updates" or parts:
             return not parameters  # a rank has gradients of its own, or of its part
         if parameters:
             for kind in ("unclipped", "gradient"):

@@ -7,7 +7,7 @@ describe; the plan is the one given, one in a file, or data parallelism over all
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from headway.errors import PlanError, RecipeError, UsageError
 from headway.keywords import told_together, users_line
 from headway.plans import Plan, data_parallel, pipelined
+from headway.plans.tables import TableSplit
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
 from headway.run.recipe.accepted_forms import WRAPPERS, as_loss, with_article, written_name
@@ -119,9 +120,16 @@ def recipe_plan(recipe: Recipe, given: Plan | Path | None, ranks: int) -> Plan:
 
 
 def check_components(
-    model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None, ranks: int
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: LRScheduler | None,
+    ranks: int,
+    tables: Sequence[TableSplit] = (),
 ) -> None:
     """Refuse what a step cannot drive.
+
+    Args:
+        tables: Those of the plan, whose gradients are not summed over the ranks.
 
     Raises:
         RecipeError: One is of another kind, the optimiser wants a closure, the scheduler wants a
@@ -145,11 +153,13 @@ def check_components(
             why="It computes the loss several times per step; a step here computes it once.",
             fix="Use an optimiser whose step() needs nothing, such as AdamW or SGD.",
         )
-    if isinstance(optimizer, torch.optim.SparseAdam) and ranks > 1:
+    sparse_only = isinstance(optimizer, torch.optim.SparseAdam) and ranks > 1
+    if sparse_only and (other := _not_in_tables(model, optimizer, tables)):
         raise RecipeError(
-            f"the optimiser {kind} cannot be used by {counted(ranks, 'process')}",
+            f"the optimiser {kind} cannot be used by {counted(ranks, 'process')} for {other}",
             why="It takes sparse gradients only; they are summed over the ranks as dense ones.",
-            fix="Use another optimiser, or one process. nn.Embedding(sparse=True) itself is fine.",
+            fix="Use another optimiser, or one process, or split its tables: "
+            "LayerSplit(tables='row'). nn.Embedding(sparse=True) itself is fine.",
         )
     if scheduler is not None and (wanted := _required(type(scheduler).step)):
         raise RecipeError(
@@ -168,6 +178,13 @@ def check_components(
                     why="Only gradients of the model's parameters are summed over the ranks.",
                     fix="Register it on the model (a loss with parameters: as a submodule).",
                 )
+
+
+def _not_in_tables(model: nn.Module, optimizer: Optimizer, splits: Sequence[TableSplit]) -> str:
+    """A parameter of the optimiser that no split of tables means; "" if there is none."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    held = (names[p] for group in optimizer.param_groups for p in group["params"] if p in names)
+    return next((name for name in held if not any(s.matches(name) for s in splits)), "")
 
 
 def usable_loss(loss: Any) -> Loss:

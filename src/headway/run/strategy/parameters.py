@@ -12,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,7 +51,9 @@ from headway.run.step.memory import (
     release_storage,
     require_meta_copy,
 )
+from headway.run.strategy.parameter_layout import ParameterLayout
 from headway.run.strategy.split_layers import SplitLayers, infer_plan_split, with_split_inputs
+from headway.run.strategy.split_tables import TableLayout
 
 if TYPE_CHECKING:
     from headway.run.pipeline.stage_ownership import ParameterOwnership
@@ -65,14 +68,16 @@ class HeldParameters(ABC):
 
     Attributes:
         named: The optimiser's parameters by logical name; whole, or in parts.
-        sources: The parameters in whose `grad` backward leaves the gradients, by logical name.
-        layers: The split layers, whose parameters are not held as they are saved; None: no layer.
+        sources: The parameters in whose `grad` backward leaves the gradients that a reducer sums, by
+            logical name.
+        layers: Of split layers and tables, which are not held as they are saved; None: there are
+            none.
         whole: The model; after `gather_whole` it is whole on rank 0.
     """
 
     named: Mapping[str, nn.Parameter]
     sources: Mapping[str, nn.Parameter]
-    layers: SplitLayers | None = None
+    layers: ParameterLayout | None = None
     whole: nn.Module
 
     @property
@@ -98,6 +103,14 @@ class HeldParameters(ABC):
         """Give the optimiser's parameters their gradients, once these are summed."""
         if self.layers is not None:
             self.layers.collect(trained, reuse=reuse)
+
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients that no reducer sums."""
+
+    @property
+    def alike(self) -> Mapping[str, nn.Parameter]:
+        """Those of `named` that are the same on all ranks that hold the same part of them."""
+        return self.named
 
     @abstractmethod
     def clip(self, trained: Mapping[str, nn.Parameter], limit: float) -> float:
@@ -193,7 +206,7 @@ class ShardedParameters(HeldParameters):
         form: nn.Module | None = None,
         layers: SplitLayers | None = None,
     ) -> None:
-        self.layers = layers
+        self.layers: SplitLayers | None = layers
         self.named = self.sources = dict(model.named_parameters()) if layers is None else {}
         self.whole = model
         self._model = model
@@ -234,17 +247,9 @@ class ShardedParameters(HeldParameters):
         return found
 
     def gather_whole(self) -> None:
-        # A second model: the modules of this one work on parts.
-        form = require_meta_copy(self._form, self._model)
-        first = self._context.world.rank == 0
-        tensors = {**self.named, **dict(self._model.named_buffers())}
-        with self._context.exchanging(), torch.no_grad():
-            # Every rank goes through all tensors, as each may take a collective. Only rank 0 keeps
-            # them, as clones, because an undivided tensor is the live one.
-            full = completed({"": tensors}, self.layers)
-            found = {name: tensor.clone() for _, name, _, tensor in full if first}
-        if first:
-            self.whole = fill_meta_copy(form, self._model, self.named, found)
+        self.whole = whole_model(
+            self._form, self._model, self.named, self._context, partial(completed, layout=self.layers)
+        )
 
     def release_whole(self) -> None:
         self.whole = self._model
@@ -256,19 +261,49 @@ class ShardedParameters(HeldParameters):
         pass
 
 
+Completed = Iterator[tuple[str, str, str, Tensor]]
+"""Kind, name, name of the parameter, and the whole tensor, one by one."""
+
+
+def whole_model(
+    form: nn.Module | None,
+    model: nn.Module,
+    named: Mapping[str, nn.Parameter],
+    context: StepContext,
+    completing: Callable[[TensorsByKind], Completed],
+) -> nn.Module:
+    """On rank 0 a second model, because the modules of this one work on parts; collective.
+
+    Args:
+        form: Of `meta_copy`.
+
+    Returns:
+        On other ranks the model itself.
+    """
+    form = require_meta_copy(form, model)
+    first = context.world.rank == 0
+    tensors = {**named, **dict(model.named_buffers())}
+    with context.exchanging(), torch.no_grad():
+        # Every rank goes through all tensors, as each may take a collective. Only rank 0 keeps
+        # them, as clones, because an undivided tensor is the live one.
+        full = completing({"": tensors})
+        found = {name: tensor.clone() for _, name, _, tensor in full if first}
+    return fill_meta_copy(form, model, named, found) if first else model
+
+
 def completed(
     numbers: TensorsByKind,
-    layout: SplitLayers | None,
+    layout: ParameterLayout | None,
     holds: Callable[[str], bool] = lambda name: True,
-) -> Iterator[tuple[str, str, str, Tensor]]:
-    """Kind, name, name of the parameter, and the whole tensor, one by one; collective."""
+) -> Completed:
+    """The whole tensors; collective."""
     for kind, tensors in numbers.items():
         for name, tensor in tensors.items():
             owner = name.rpartition(".")[0] if kind == "optimizer" else name
             if holds(owner):
                 part = tensor.detach()
-                logical = part if layout is None else layout.logical(owner, part)
-                yield kind, name, owner, full_tensor_of(logical)
+                full = full_tensor_of(part) if layout is None else layout.complete(owner, part)
+                yield kind, name, owner, full
 
 
 def limit_norm(square: float, gradients: Collection[Tensor], limit: float) -> float:
@@ -279,6 +314,100 @@ def limit_norm(square: float, gradients: Collection[Tensor], limit: float) -> fl
         for gradient in gradients:
             gradient.mul_(factor)
     return norm
+
+
+class TableParameters(HeldParameters):
+    """Tables in pieces on the ranks that share the batch; of the rest every rank has all, or rows
+    that FSDP2 keeps.
+
+    `named` is empty until `divide` has been called: gradients of whole tables are not exchanged.
+    """
+
+    def __init__(self, model: nn.Module, context: StepContext, layout: TableLayout) -> None:
+        self.layers = self.tables = layout
+        self.named: Mapping[str, nn.Parameter] = {}
+        self.sources: Mapping[str, nn.Parameter] = {}
+        self.whole = self._model = model
+        self._context = context
+        self._form: nn.Module | None = None
+
+    def divide(self, shard: Callable[[Collection[nn.Parameter]], None] | None) -> None:
+        """Cut the tables; collective.
+
+        Args:
+            shard: Shards the rest of the model; gets the parameters that it must leave alone.
+        """
+        self._form = meta_copy(self._model)
+        with self._context.exchanging():
+            self.tables.apply(self._model)
+            if shard is not None:
+                shard([part.parameter for part in self.tables.parts.values()])
+                self.tables.adopt(self._model)
+        self.named, self.sources = self.tables.named, self.tables.dense
+        give_back_freed_memory()
+
+    @property
+    def away(self) -> frozenset[Tensor]:
+        return self.tables.away if self.named else frozenset()
+
+    @property
+    def alike(self) -> Mapping[str, nn.Parameter]:
+        return self.tables.alike
+
+    def clear(self) -> None:
+        self.tables.clear()
+
+    def scale(self, factor: float) -> None:
+        self.tables.scale(factor)
+
+    def clip(self, trained: Mapping[str, nn.Parameter], limit: float) -> float:
+        found = {name: self.sources[name].grad for name in trained if name in self.sources}
+        dense = {name: gradient for name, gradient in found.items() if gradient is not None}
+        with self._context.exchanging():
+            square = squared_gradient_norm(dense) + self.tables.squared_norm()
+        pieces = [gradient for _, gradient in self.tables.gradients()]
+        return limit_norm(float(square), [*dense.values(), *pieces], limit)
+
+    def complete(self, numbers: TensorsByKind) -> TensorsByKind:
+        found: dict[str, dict[str, Tensor]] = {}
+        with self._context.exchanging():
+            for kind, name, _, full in self._completed(numbers):
+                found.setdefault(kind, {})[name] = full
+        return found
+
+    def _completed(self, numbers: TensorsByKind) -> Completed:
+        # What one rank alone has comes from there; of the rest all ranks have their part.
+        single, rest = dict[str, Tensor](), dict[str, dict[str, Tensor]]()
+        for kind, tensors in numbers.items():
+            for name, tensor in tensors.items():
+                owner = name.rpartition(".")[0] if kind == "optimizer" else name
+                if not self.tables.is_single(owner):
+                    rest.setdefault(kind, {})[name] = tensor
+                elif self.named[owner] not in self.away:
+                    part = tensor.detach()
+                    single[f"{kind}/{name}"] = part.to_dense() if part.is_sparse else part
+        yield from completed(rest, self.tables)
+        for key, tensor in gather_to_first(single, self._context.world).items():
+            kind, _, name = key.partition("/")
+            yield kind, name, name, tensor
+
+    def part_of(self, name: str, whole: Tensor) -> Tensor:
+        return self.tables.held(name, whole)
+
+    def gather_whole(self) -> None:
+        if self.named:
+            self.whole = whole_model(
+                self._form, self._model, self.named, self._context, self._completed
+            )
+
+    def release_whole(self) -> None:
+        self.whole = self._model
+
+    def share_buffers(self, among: dist.ProcessGroup | None = None) -> None:
+        replica_sync.broadcast_buffers(self._model, self._context.world, among)
+
+    def close(self) -> None:
+        pass
 
 
 class StageParameters(HeldParameters):
@@ -297,7 +426,7 @@ class StageParameters(HeldParameters):
         layers: SplitLayers | None,
     ) -> None:
         self.ownership: ParameterOwnership | None = None
-        self.layers = layers
+        self.layers: SplitLayers | None = layers
         self.named = self.sources = dict(model.named_parameters())
         self.whole = model
         self._model = model

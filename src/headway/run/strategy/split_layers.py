@@ -6,14 +6,15 @@ model. The optimiser has DTensors over the same memory, which know the whole tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from headway.parallel.fsdp import rebind_optimizer_parameters
+from headway.parallel.fsdp import full_tensor_of, rebind_optimizer_parameters
 from headway.parallel.split_layers.parameters import ParameterPlacement, cut_inputs_by_samples
 from headway.parallel.split_layers.split_inference import SplitDecisions, infer_split
 from headway.parallel.split_layers.split_model import SplitModel, apply_split_decisions
@@ -163,6 +164,22 @@ class SplitLayers:
     def held(self, name: str, tensor: Tensor) -> Tensor:
         """The inverse of `logical`."""
         return tensor if self.split is None else self.split.held(name, tensor)
+
+    def complete(self, name: str, tensor: Tensor) -> Tensor:
+        """The whole of it, on every rank; collective."""
+        return full_tensor_of(self.logical(name, tensor))
+
+    def saved(self, name: str, tensor: Tensor) -> Tensor:
+        """`state_dict` is that of the unsplit model already."""
+        return tensor
+
+    def target(self, name: str, tensor: Tensor) -> Tensor:
+        """Itself, which `state_dict` has given as a DTensor."""
+        return tensor
+
+    def room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """None: a DTensor makes its own."""
+        return None
 
 
 def with_split_inputs(model: Any, split: SplitModel | None) -> Any:

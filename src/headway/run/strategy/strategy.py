@@ -52,10 +52,12 @@ from headway.run.strategy.parameters import (
     HeldParameters,
     ShardedParameters,
     StageParameters,
+    TableParameters,
     TensorsByKind,
     WholeParameters,
 )
 from headway.run.strategy.split_layers import SplitLayers, infer_plan_split
+from headway.run.strategy.split_tables import TableLayout
 from headway.run.strategy.step_context import StepContext, StepReduction, TrainingSetup
 from headway.run.strategy.training_state import TrainingState, parameter_of
 from headway.run.synchrony.differences import DifferenceExchange
@@ -132,15 +134,22 @@ class LocalReducer(Reducer):
         self._gradient_copies = gradient_copies
         self._state: ShardedState | None = None
 
-    def shard(self, model: nn.Module, optimizer: Optimizer | None, mesh: DeviceMesh) -> None:
+    def shard(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        mesh: DeviceMesh,
+        left: Collection[nn.Parameter] = (),
+    ) -> None:
         """Shard the model in place; collective.
 
         Args:
             optimizer: None: it gets the sharded parameters from the caller.
+            left: Parameters that stay as they are.
         """
         assert self._zero
         self._state = ShardedState(
-            model, optimizer, mesh, self._zero, counted=self._gradient_copies
+            model, optimizer, mesh, self._zero, counted=self._gradient_copies, left=left
         )
 
     def follow(self, sources: Mapping[str, nn.Parameter]) -> None:
@@ -387,7 +396,7 @@ class Strategy:
             return
         self._trained = trained
         sources = self.parameters.sources
-        self.reducer.follow({name: sources[name] for name in trained})
+        self.reducer.follow({name: sources[name] for name in trained if name in sources})
 
     def flush(self) -> None:
         """Wait until every update has been made; call it before parameters are read."""
@@ -525,7 +534,9 @@ class Strategy:
         # Parts of split layers get their gradients here: a pipeline has no instruction "receive".
         self.parameters.collect(self._trained, reuse=self.exchange is not None)
         if factor != 1.0:
-            self.reducer.scale(factor, self._trained.values())
+            summed = self.parameters.sources
+            self.reducer.scale(factor, [p for n, p in self._trained.items() if n in summed])
+            self.parameters.scale(factor)
 
     def clip(self) -> None:
         """Limit the global norm of the gradients."""
@@ -699,6 +710,8 @@ def make_strategy(setup: TrainingSetup, forward: ForwardPass) -> Strategy:
         return _pipeline_parallel(setup, forward)
     if plan.split.tensor:
         return _tensor_parallel(setup, forward)
+    if plan.split.tables and plan.data_degree > 1:
+        return _with_split_tables(setup, forward)
     # With a single rank in each worker there is nobody to keep the state together with.
     if plan.memory.zero and plan.ranks > plan.workers:
         return _sharded(setup)
@@ -766,7 +779,9 @@ def _bucket_reducer(setup: TrainingSetup, context: StepContext) -> Reducer:
 
 def _fit_optimizer(setup: TrainingSetup) -> None:
     # Norms are divided over all ranks, which have one model only where all agree at every step.
-    ranks = setup.plan.exchange_degree if setup.plan.synchrony.by_all_reduce else 1
+    # Nor does a rank have all tables.
+    plan = setup.plan
+    ranks = plan.exchange_degree if plan.synchrony.by_all_reduce and not plan.split.tables else 1
     fit_exchange(setup.optimizer, setup.plan.exchange, ranks=ranks)
 
 
@@ -778,10 +793,7 @@ def _sharded(setup: TrainingSetup) -> Strategy:
     # Before FSDP2 replaces the parameters: a whole model is later made of this copy.
     form = meta_copy(model)
     with setup.world.explained("sharding the model's state"):
-        world = setup.world
-        # A process group that the user's program has made keeps its own time-out.
-        timeout = timedelta(seconds=world.timeout_seconds) if world.store is not None else None
-        reducer.shard(model, setup.optimizer, state_mesh(plan, world.device, timeout))
+        reducer.shard(model, setup.optimizer, _state_mesh(setup))
     give_back_freed_memory()
     _fit_optimizer(setup)
     parameters = ShardedParameters(model, context, form=form)
@@ -839,6 +851,41 @@ def _tensor_parallel(setup: TrainingSetup, forward: ForwardPass) -> Strategy:
         divide=divide,
         rounds=_rounds(setup, context, parameters),
     )
+
+
+def _with_split_tables(setup: TrainingSetup, forward: ForwardPass) -> Strategy:
+    context, plan, model = StepContext(setup.world), setup.plan, setup.model
+    tables = TableLayout(plan, model, setup.optimizer, setup.world)
+    parameters = TableParameters(model, context, tables)
+    buckets = _bucket_reducer(setup, context)
+    fsdp = LocalReducer(context, plan.memory.zero, weight=setup.share) if plan.memory.zero else None
+
+    def look(batch: RankBatch | None) -> RandomDraws:
+        assert batch is not None
+        return forward.probe(forward.prepare(batch.micros[0].data), forward.loss)
+
+    def shard(left: Collection[nn.Parameter]) -> None:
+        assert fsdp is not None
+        fsdp.shard(model, setup.optimizer, _state_mesh(setup), left)
+
+    def divide(batch: RankBatch | None) -> RandomDraws:
+        # While rank 0 has the whole model: alone, without the others' lookups.
+        draws = broadcast_from_rank0(
+            setup.world.rank, lambda: look(batch), context.exchanging()
+        )
+        parameters.divide(shard if fsdp else None)
+        return draws
+
+    return Strategy(
+        setup, context, parameters=parameters, reducer=fsdp or buckets, divide=divide
+    )
+
+
+def _state_mesh(setup: TrainingSetup) -> DeviceMesh:
+    world = setup.world
+    # A process group that the user's program has made keeps its own time-out.
+    timeout = timedelta(seconds=world.timeout_seconds) if world.store is not None else None
+    return state_mesh(setup.plan, world.device, timeout)
 
 
 def _placement(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from headway.checkpoint.format import Manifest, TensorEntry
 from headway.checkpoint.store import check_match
+from headway.checkpoint.tensor_part import TensorPart
 from headway.comm.compress.state import STATE_PREFIX
 from headway.errors import CheckpointError, CheckpointMismatch
+from headway.run.strategy.parameter_layout import ParameterLayout
 from headway.run.synchrony.rounds import MOMENTUM, START
-
-if TYPE_CHECKING:
-    from headway.run.strategy.split_layers import SplitLayers
 
 Facts = dict[str, Any]
 
@@ -37,21 +36,24 @@ class TrainingState:
 
     Attributes:
         away: Parameters and buffers that only other ranks hold (stages of a pipeline).
-        layout: The split layers; None: parameters are held as they are saved.
+        layout: Of split layers or tables; None: parameters are held as they are saved.
     """
 
     model: nn.Module
     optimizer: Optimizer
     scheduler: LRScheduler | None
     away: frozenset[Tensor] = frozenset()
-    layout: SplitLayers | None = None
+    layout: ParameterLayout | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Logical name -> the live tensor; tied tensors once, under their first name."""
-        state = _optimizer_tensors(self.optimizer, self.names())
-        if self.layout is not None:
-            state = {name: self.layout.logical(parameter_of(name), t) for name, t in state.items()}
-        return {**model_tensors(self.model, self.away), **state}
+        """Logical name -> the live tensor; tied tensors once, under their first name. Collective
+        where the layout says so."""
+        state, layout = _optimizer_tensors(self.optimizer, self.names()), self.layout
+        model = model_tensors(self.model, self.away)
+        if layout is not None:
+            state = {name: layout.logical(parameter_of(name), t) for name, t in state.items()}
+            model = {name: layout.saved(name.removeprefix("model."), t) for name, t in model.items()}
+        return {**model, **state}
 
     def tensors_by_kind(self) -> dict[str, dict[str, Tensor]]:
         """Kind (gradient, parameter, buffer, optimizer) -> logical name -> live tensor."""
@@ -89,6 +91,9 @@ class TrainingState:
         """
         targets = model_tensors(self.model)
         away = targets.keys() - model_tensors(self.model, self.away).keys()
+        layout = self.layout
+        if layout is not None:
+            targets = {n: layout.target(n.removeprefix("model."), t) for n, t in targets.items()}
         places = {name: parameter for parameter, name in self.names().items()}
         for name, entry in manifest.tensors.items():
             # Residuals of compressors are read even if this run has no compressor, to warn of it.
@@ -96,7 +101,11 @@ class TrainingState:
                 targets[name] = self._place(name, entry, places)
         check_match(targets, manifest, "", complete=True)
         # What is away has no memory to read into; the meta device marks its optimiser state.
-        return {n: t for n, t in targets.items() if n not in away and not t.is_meta}
+        return {
+            n: t
+            for n, t in targets.items()
+            if n not in away and (isinstance(t, TensorPart) or not t.is_meta)
+        }
 
     def _place(self, name: str, entry: TensorEntry, places: Mapping[str, Tensor]) -> Tensor:
         """New memory for a tensor of a checkpoint; on the meta device where it is away."""
@@ -105,14 +114,18 @@ class TrainingState:
         if common or name.startswith("optimizer."):
             owner = places[_owner(name, places)]
             # Single numbers, such as Adam's step, stay on the host, as torch keeps them.
+            room: Tensor | None = None
+            if self.layout is not None:
+                room = self.layout.room(parameter_of(name), entry.shape, _dtype_of(entry))
             if owner in self.away:
                 device = torch.device("meta")
+            elif room is not None:
+                return room
             elif isinstance(owner, DTensor) and tuple(entry.shape) == tuple(owner.shape):
-                return torch.empty_like(owner, dtype=getattr(torch, entry.dtype))
+                return torch.empty_like(owner, dtype=_dtype_of(entry))
             elif entry.shape:
                 device = owner.device
-        dtype: torch.dtype = getattr(torch, entry.dtype)
-        return torch.empty(entry.shape, dtype=dtype, device=device)
+        return torch.empty(entry.shape, dtype=_dtype_of(entry), device=device)
 
     def apply(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
         """Restore optimiser and scheduler, once `tensors` have been read."""
@@ -125,7 +138,7 @@ class TrainingState:
         if self.scheduler is not None and facts.get("scheduler") is not None:
             self.scheduler.load_state_dict(facts["scheduler"])
 
-    def _laid_out(self, layout: SplitLayers, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _laid_out(self, layout: ParameterLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Put what has been read into the layout in which this rank holds it."""
         for name, parameter in layout.named.items():
             if parameter in self.away:
@@ -133,10 +146,17 @@ class TrainingState:
             with torch.no_grad():
                 parameter.copy_(layout.held(name, tensors[f"model.{name}"]))
         return {
-            name: layout.held(parameter_of(name), tensor) if isinstance(tensor, DTensor) else tensor
+            name: layout.held(parameter_of(name), tensor)
+            if isinstance(tensor, DTensor | TensorPart)
+            else tensor
             for name, tensor in tensors.items()
             if name.startswith("optimizer.")
         }
+
+
+def _dtype_of(entry: TensorEntry) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    return dtype
 
 
 def parameter_of(name: str) -> str:

@@ -355,7 +355,7 @@ class Training:
         # Before a checkpoint is read: each rank reads only what it keeps.
         group = self._free.inside if isinstance(self._free, GroupRun) else None
         self._inventory = make_inventory(self._plan, self._world, group)
-        if self._plan.pipe_degree == 1 and not self._plan.split.tensor:
+        if not self._plan.needs_batch:
             return
         self._world.doing("cuts the model")
         first: RankBatch | None = None
