@@ -52,7 +52,7 @@ class Recommender(nn.Module):
             self.tags(tags, per_sample_weights=weights.to(self.numbers.weight.dtype)),
             self.numbers(numbers),
         ]
-        return self.top(self.dropout(torch.cat(found, 1))).squeeze(1)
+        return self.top(self.dropout(torch.cat(found, 1)))
 
 
 class Dropping(Recommender):
@@ -99,11 +99,11 @@ class OnlyTables(nn.Module):
     def forward(self, data):
         user, _, tags, weights, _, _ = data
         weights = weights.to(torch.float64)
-        return (self.users(user[:, None]) + self.tags(tags, per_sample_weights=weights)).squeeze(1)
+        return self.users(user[:, None]) + self.tags(tags, per_sample_weights=weights)
 
 
 def clicking(model, batch):
-    return binary_cross_entropy_with_logits(model(batch), batch[-1])
+    return binary_cross_entropy_with_logits(model(batch)[:, 0], batch[-1])
 
 
 def adam(model):

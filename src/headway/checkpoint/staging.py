@@ -104,7 +104,9 @@ class StagingBuffer:
         Returns:
             Logical name -> contiguous host tensor of the piece's shape, valid until the next call.
         """
-        devices = {local_data(tensors[piece.name]).device for piece in pieces} - {torch.device("cpu")}
+        devices = {local_data(tensors[piece.name]).device for piece in pieces} - {
+            torch.device("cpu")
+        }
         pinned = any(device.type == "cuda" for device in devices)
         self._allocate(sum(piece.bytes for piece in pieces), pinned)
         staged: dict[str, Tensor] = {}

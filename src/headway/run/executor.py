@@ -611,7 +611,7 @@ class Executor:
         if self.plan.needs_batch and not self._divided:
             raise UsageError(
                 "this rank does not know its part of the model yet",
-                why="A model is cut into stages, and layers and tables are split, by a first batch.",
+                why="A model is cut into stages, layers and tables are split, by a first batch.",
                 fix="Write run.cut(next(iter(run.batches(dataset)))) before save or resume.",
             )
         held = self.strategy.parameters

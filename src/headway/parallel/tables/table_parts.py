@@ -40,7 +40,7 @@ def parts_of_rows(placement: TablePlacement, number: int, keys: Tensor) -> Tenso
         return hashed_parts(keys, parts)
     ends = [placement.row_range(number, part).stop for part in range(parts - 1)]
     return torch.bucketize(
-        keys, torch.tensor(ends, dtype=keys.dtype, device=keys.device), right=True
+        keys.contiguous(), torch.tensor(ends, dtype=keys.dtype, device=keys.device), right=True
     )
 
 

@@ -28,6 +28,9 @@ class ParameterLayout(Protocol):
     def collect(self, trained: Mapping[str, nn.Parameter], *, reuse: bool) -> None:
         """Give the optimiser's parameters their gradients; see `HeldParameters.collect`."""
 
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients that no reducer sums."""
+
     def logical(self, name: str, tensor: Tensor) -> Tensor:
         """What has the form of a parameter, or numbers of its rows, as a checkpoint has it: a
         DTensor or a `TensorPart` in the order of the unsplit model; collective."""

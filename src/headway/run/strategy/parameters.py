@@ -68,8 +68,7 @@ class HeldParameters(ABC):
 
     Attributes:
         named: The optimiser's parameters by logical name; whole, or in parts.
-        sources: The parameters in whose `grad` backward leaves the gradients that a reducer sums, by
-            logical name.
+        sources: The parameters in whose `grad` backward leaves what a reducer sums, by logical name.
         layers: Of split layers and tables, which are not held as they are saved; None: there are
             none.
         whole: The model; after `gather_whole` it is whole on rank 0.
@@ -106,6 +105,8 @@ class HeldParameters(ABC):
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients that no reducer sums."""
+        if self.layers is not None:
+            self.layers.scale(factor)
 
     @property
     def alike(self) -> Mapping[str, nn.Parameter]:
@@ -248,7 +249,11 @@ class ShardedParameters(HeldParameters):
 
     def gather_whole(self) -> None:
         self.whole = whole_model(
-            self._form, self._model, self.named, self._context, partial(completed, layout=self.layers)
+            self._form,
+            self._model,
+            self.named,
+            self._context,
+            partial(completed, layout=self.layers),
         )
 
     def release_whole(self) -> None:
@@ -356,9 +361,6 @@ class TableParameters(HeldParameters):
 
     def clear(self) -> None:
         self.tables.clear()
-
-    def scale(self, factor: float) -> None:
-        self.tables.scale(factor)
 
     def clip(self, trained: Mapping[str, nn.Parameter], limit: float) -> float:
         found = {name: self.sources[name].grad for name in trained if name in self.sources}

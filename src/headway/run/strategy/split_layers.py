@@ -157,6 +157,9 @@ class SplitLayers:
                 self._wrapped[name] = known
             parameter.grad = known[1]
 
+    def scale(self, factor: float) -> None:
+        """Nothing: a reducer sums all of them."""
+
     def logical(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor in the order of the unsplit model; collective in the group."""
         return tensor if self.split is None else self.split.logical(name, tensor)

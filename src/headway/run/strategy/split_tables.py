@@ -100,9 +100,7 @@ class TableLayout:
         named: All parameters of the model, those of other layers as they are.
     """
 
-    def __init__(
-        self, plan: Plan, model: nn.Module, optimizer: Optimizer, world: World
-    ) -> None:
+    def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer, world: World) -> None:
         """Place the tables; collective.
 
         Raises:
@@ -117,9 +115,7 @@ class TableLayout:
         # Mesh axes may lie in any order: from numbers of shares to ranks of the group.
         ranks = sorted(range(plan.ranks), key=plan.data_rank)
         self.placements = {
-            name: replace(
-                one, owners=tuple(tuple(ranks[r] for r in parts) for parts in one.owners)
-            )
+            name: replace(one, owners=tuple(tuple(ranks[r] for r in parts) for parts in one.owners))
             for name, one in placed.items()
         }
         modules = table_modules(model)

@@ -870,15 +870,11 @@ def _with_split_tables(setup: TrainingSetup, forward: ForwardPass) -> Strategy:
 
     def divide(batch: RankBatch | None) -> RandomDraws:
         # While rank 0 has the whole model: alone, without the others' lookups.
-        draws = broadcast_from_rank0(
-            setup.world.rank, lambda: look(batch), context.exchanging()
-        )
+        draws = broadcast_from_rank0(setup.world.rank, lambda: look(batch), context.exchanging())
         parameters.divide(shard if fsdp else None)
         return draws
 
-    return Strategy(
-        setup, context, parameters=parameters, reducer=fsdp or buckets, divide=divide
-    )
+    return Strategy(setup, context, parameters=parameters, reducer=fsdp or buckets, divide=divide)
 
 
 def _state_mesh(setup: TrainingSetup) -> DeviceMesh:

@@ -52,7 +52,9 @@ class TrainingState:
         model = model_tensors(self.model, self.away)
         if layout is not None:
             state = {name: layout.logical(parameter_of(name), t) for name, t in state.items()}
-            model = {name: layout.saved(name.removeprefix("model."), t) for name, t in model.items()}
+            model = {
+                name: layout.saved(name.removeprefix("model."), t) for name, t in model.items()
+            }
         return {**model, **state}
 
     def tensors_by_kind(self) -> dict[str, dict[str, Tensor]]:
@@ -138,7 +140,9 @@ class TrainingState:
         if self.scheduler is not None and facts.get("scheduler") is not None:
             self.scheduler.load_state_dict(facts["scheduler"])
 
-    def _laid_out(self, layout: ParameterLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _laid_out(
+        self, layout: ParameterLayout, tensors: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Put what has been read into the layout in which this rank holds it."""
         for name, parameter in layout.named.items():
             if parameter in self.away:
