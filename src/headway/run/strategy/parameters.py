@@ -68,7 +68,7 @@ class HeldParameters(ABC):
 
     Attributes:
         named: The optimiser's parameters by logical name; whole, or in parts.
-        sources: The parameters in whose `grad` backward leaves what a reducer sums, by logical name.
+        sources: Logical name -> the parameter in whose `grad` backward leaves what a reducer sums.
         layers: Of split layers and tables, which are not held as they are saved; None: there are
             none.
         whole: The model; after `gather_whole` it is whole on rank 0.
