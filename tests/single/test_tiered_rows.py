@@ -16,7 +16,7 @@ from headway.parallel.tables.mapped_memory import (
     large_tensors_in_files,
     mapped_tensor,
 )
-from headway.parallel.tables.tiered_rows import TieredRows, pages_of
+from headway.parallel.tables.tiered_rows import TieredRows
 
 ROWS, COLUMNS = 500, 6
 
@@ -169,11 +169,6 @@ def test_a_full_disk_is_an_error_before_anything_is_written(tmp_path: Path) -> N
 def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="No such file"):
         mapped_tensor((4, 4), torch.float32, str(tmp_path / "none"))
-
-
-def test_pages_are_asked_for_once_and_whole() -> None:
-    assert pages_of(torch.tensor([0, 256, 4000, 4096, 20000]), 256) == ([0, 16384], [8192, 4096])
-    assert pages_of(torch.tensor([], dtype=torch.int64), 256) == ([], [])
 
 
 LAWS: list[Callable[[nn.Embedding], object]] = [

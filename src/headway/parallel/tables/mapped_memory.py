@@ -25,8 +25,6 @@ from torch.overrides import TorchFunctionMode
 from headway.errors import RunError
 from headway.units import format_bytes
 
-PAGE = mmap.PAGESIZE
-
 _DROP_SECONDS = 0.005
 """How often what a model's constructor has written is mapped out."""
 
@@ -42,10 +40,30 @@ class MappedFile(mmap.mmap):
     def __del__(self) -> None:
         os.close(self.descriptor)
 
-    def fetch(self, starts: Sequence[int], sizes: Sequence[int]) -> None:
-        """Have the kernel read stretches of bytes, all at the same time."""
+    # Beside the mapping, in the same pages of the kernel: on the machine measured, a row costs a
+    # quarter of what mapping its page in and out costs, and nothing becomes resident.
+
+    def read_stretches(self, starts: Sequence[int], sizes: Sequence[int], into: bytearray) -> None:
+        """Read stretches of bytes, one behind the other."""
+        view = self._fetched(starts, sizes, into)
+        at = 0
+        for start, size in zip(starts, sizes, strict=True):
+            os.preadv(self.descriptor, (view[at : at + size],), start)
+            at += size
+
+    def write_stretches(self, starts: Sequence[int], sizes: Sequence[int], data: bytearray) -> None:
+        """Write stretches of bytes that lie one behind the other."""
+        view = self._fetched(starts, sizes, data)
+        at = 0
+        for start, size in zip(starts, sizes, strict=True):
+            os.pwrite(self.descriptor, view[at : at + size], start)
+            at += size
+
+    def _fetched(self, starts: Sequence[int], sizes: Sequence[int], data: bytearray) -> memoryview:
+        # Pages are read for what is written, too, and all of them at the same time.
         for start, size in zip(starts, sizes, strict=True):
             os.posix_fadvise(self.descriptor, start, size, os.POSIX_FADV_WILLNEED)
+        return memoryview(data)
 
     def drop(self) -> None:
         """Map all of it out of this process; nothing is lost."""

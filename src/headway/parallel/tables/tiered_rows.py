@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from headway.errors import DataError, PlanError
-from headway.parallel.tables.mapped_memory import PAGE, MappedFile, file_of, into_file
+from headway.parallel.tables.mapped_memory import MappedFile, file_of, into_file
 from headway.plans.tables import rows_in_memory
 from headway.units import format_bytes
 
@@ -31,8 +31,8 @@ _REVIEW = 64
 _HALVE = 256
 """Steps after which all counts are halved, so that rows that were frequent once make room."""
 
-_MAPPED = 4096
-"""Rows that are read or written before their pages are mapped out."""
+_AT_ONCE = 16384
+"""Rows that are read or written through one buffer."""
 
 PER_ROW = 5
 """Bytes of memory for each row, wherever it lies: its slot and its count."""
@@ -55,35 +55,35 @@ class _Tier:
     cache: Tensor
 
     def read(self, rows: Tensor, slots: Tensor) -> None:
+        """Bring rows, ascending, to slots."""
         for own, there in self._parts(rows, slots):
-            self.cache.index_copy_(0, there, self.home.index_select(0, own))
+            values = self._buffer(len(own))
+            self.file.read_stretches(*self._stretches(own), values)
+            self.cache.index_copy_(0, there, self._rows_in(values))
 
     def write(self, rows: Tensor, slots: Tensor) -> None:
-        # Pages are read before a part of them is written.
+        """Write slots home to rows, ascending."""
         for own, there in self._parts(rows, slots):
-            self.home.index_copy_(0, own, self.cache.index_select(0, there))
+            values = self._buffer(len(own))
+            torch.index_select(self.cache, 0, there, out=self._rows_in(values))
+            self.file.write_stretches(*self._stretches(own), values)
 
     def _parts(self, rows: Tensor, slots: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """In the order of the file, so many that few of its pages are mapped at the same time."""
+        return zip(rows.split(_AT_ONCE), slots.split(_AT_ONCE), strict=True)
+
+    def _buffer(self, rows: int) -> bytearray:
+        return bytearray(rows * self.home[:1].nbytes)
+
+    def _rows_in(self, values: bytearray) -> Tensor:
+        found = torch.frombuffer(values, dtype=self.home.dtype)
+        return found.view(-1, *self.home.shape[1:])
+
+    def _stretches(self, rows: Tensor) -> tuple[list[int], list[int]]:
+        """Beginnings and sizes in bytes of rows that lie next to each other."""
         size = self.home[:1].nbytes
-        for own, there in zip(rows.split(_MAPPED), slots.split(_MAPPED), strict=True):
-            self.file.fetch(*pages_of(own * size, size))
-            yield own, there
-            self.file.drop()
-
-
-def pages_of(starts: Tensor, size: int) -> tuple[list[int], list[int]]:
-    """Stretches of whole pages that hold records of `size` bytes: beginnings and sizes.
-
-    Args:
-        starts: Of the records, ascending, int64.
-    """
-    first, end = starts // PAGE * PAGE, -(-(starts + size) // PAGE) * PAGE
-    new = torch.ones(len(starts), dtype=torch.bool)
-    new[1:] = first[1:] > end[:-1]
-    begin = new.nonzero().view(-1)
-    last = torch.cat([begin[1:] - 1, begin.new_tensor([len(starts) - 1])])[: len(begin)]
-    return first[begin].tolist(), (end[last] - first[begin]).tolist()
+        begin = torch.cat([rows.new_zeros(1), (rows.diff() > 1).nonzero().view(-1) + 1])
+        sizes = torch.cat([begin, begin.new_tensor([len(rows)])]).diff()
+        return (rows[begin] * size).tolist(), (sizes * size).tolist()
 
 
 class TieredRows:
