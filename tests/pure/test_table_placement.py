@@ -96,3 +96,10 @@ def test_hot_rows_are_said_as_a_size_a_share_or_a_number(hot: str, rows: int) ->
 def test_what_no_memory_is_said_by_is_refused(hot: str) -> None:
     with pytest.raises(ValueError, match=r"hot is .*'512 MiB', '20 %', '4000 rows'"):
         place_tables([TableSplit(hot=hot)], SHAPES, 2)
+
+
+def test_copies_and_growing_tables_are_not_over_tiers() -> None:
+    with pytest.raises(ValueError, match="rows that only others have looked up"):
+        place_tables([TableSplit(way="copies", hot="5 rows")], SHAPES, 2)
+    with pytest.raises(ValueError, match="t grows"):
+        place_tables([TableSplit(way="hash", hot="5 rows")], {"t": (0, 4)}, 2)

@@ -159,7 +159,7 @@ def place_tables(
     for name in [*(n for n in chosen if n not in free), *free]:
         split, (rows, columns) = chosen[name], shapes[name]
         if split.hot:
-            rows_in_memory(split.hot, max(rows, 1), 1)
+            _check_hot(name, split, rows)
         owners = _owners(name, split, columns, ranks, inner, held)
         cut: RowCut = "hash" if split.way == "hash" or not rows else "range"
         if split.way == "copies":
@@ -221,6 +221,19 @@ def _owners(
                 raise ValueError(f"{said}: {len(among)} ranks are no {parts} equal groups")
             size = len(among) // parts
             return tuple(among[n * size : (n + 1) * size] for n in range(parts))
+
+
+def _check_hot(name: str, split: TableSplit, rows: int) -> None:
+    rows_in_memory(split.hot, max(rows, 1), 1)
+    if split.way == "copies":
+        raise ValueError(
+            f"{name}, split by 'copies': every rank updates rows that only others have looked up, "
+            "and which hot does not hold; leave out hot, or let each row have one owner"
+        )
+    if not rows:
+        raise ValueError(
+            f"{name} grows, and rows of hot are numbers of a fixed table; leave it out"
+        )
 
 
 def _check_columns(said: str, parts: int, columns: int, ranks: int) -> None:

@@ -8,6 +8,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from headway.parallel.tables.mapped_memory import (
+    file_of,
+    into_file,
+    mapped_tensor,
+    row_chunks,
+)
 from headway.plans.tables import TablePlacement
 
 _GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
@@ -154,14 +160,30 @@ def part_of_table(
         rows, columns = torch.arange(0), range(0)
     else:
         rows, columns = rows_of_part(placement, *piece), placement.column_range(piece[0])
-    values = whole.detach()[rows.to(whole.device), columns.start : columns.stop]
-    if placement.cut == "none":
-        values = whole.detach()
-    own = values.clone(memory_format=torch.contiguous_format)
+    own = _cut_out(whole.detach(), placement, rows, columns)
     parameter = nn.Parameter(own, requires_grad=whole.requires_grad)
     if sparse and parameter.requires_grad:
         parameter.register_post_accumulate_grad_hook(_coalesce)
     return TablePart(name, placement, parameter, rows, columns, sparse)
+
+
+def _cut_out(whole: Tensor, placement: TablePlacement, rows: Tensor, columns: range) -> Tensor:
+    """The piece, in memory of its own; in a mapped file where memory is not to hold all of it."""
+    if not placement.hot:
+        if placement.cut == "none":
+            return whole.clone(memory_format=torch.contiguous_format)
+        own = whole[rows.to(whole.device), columns.start : columns.stop]
+        return own.clone(memory_format=torch.contiguous_format)
+    if len(rows) == placement.rows and len(columns) == placement.columns:
+        return into_file(whole, placement.cold, what=placement.table)
+    shape = (len(rows), len(columns))
+    found = mapped_tensor(shape, whole.dtype, placement.cold, what=placement.table)
+    files = [file for file in (file_of(whole), file_of(found)) if file is not None]
+    for part in row_chunks(found):
+        found[part] = whole[rows[part], columns.start : columns.stop]
+        for file in files:
+            file.drop()
+    return found
 
 
 def _coalesce(parameter: Tensor) -> None:

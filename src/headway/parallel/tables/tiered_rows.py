@@ -206,6 +206,10 @@ class TieredRows:
         """The slots of rows that the current step has brought."""
         return self._place.index_select(0, rows).long()
 
+    def rows_in(self, slots: Tensor) -> Tensor:
+        """Which rows slots hold, int64."""
+        return self._row.index_select(0, slots)
+
     def end_step(self) -> None:
         """The update has been made: rows of this step may go home."""
         self._step += 1
@@ -270,7 +274,7 @@ class TieredRows:
             return numbers
         # First those that are here, which must not make room for the others.
         self._note(flat[~away], numbers[~away], step)
-        missing = flat[away].unique()
+        missing = flat[away].unique().long()
         self._make_room(len(missing), now)
         left = len(self._free) - len(missing)
         slots, self._free = self._free[left:], self._free[:left]
