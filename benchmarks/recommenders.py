@@ -1,7 +1,7 @@
 """A step of DLRM on two ranks: headway's split tables against TorchRec and DDP, in turn.
 
     python benchmarks/recommenders.py [--shape small|large] [--rate "100 Mbit/s"] [--rounds 15]
-        [--only NAME,NAME] [--without dense] [--limits]
+        [--only NAME,NAME] [--without NAME,NAME]
 
 All of them live in the same two processes, one thread each, and take turns, a few steps at a time;
 the order is reversed in every other round. A time is that of the slower rank. With --rate (root)
@@ -22,7 +22,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import truediv
 from typing import Any
 
@@ -30,8 +30,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
 
 import emulated
+import headway
+from headway.plans import LayerSplit, data_parallel
+from headway.plans.tables import TableSplit, Way
+from headway.units import parse_rate
 
 FEATURES, RATE = 13, 0.01
 Step = Callable[[], object]
@@ -75,9 +80,7 @@ def batches(shape: Shape, rank: int, count: int = 8) -> list[Batch]:
     return [
         Batch(
             torch.randn(shape.batch, FEATURES, generator=draw),
-            torch.randint(
-                shape.rows, (shape.tables, shape.batch, shape.ids), generator=draw
-            ),
+            torch.randint(shape.rows, (shape.tables, shape.batch, shape.ids), generator=draw),
             torch.randint(2, (shape.batch,), generator=draw).float(),
         )
         for _ in range(count)
@@ -102,7 +105,7 @@ def layers(width: int, widths: tuple[int, ...], *, last: bool) -> nn.Sequential:
     return nn.Sequential(*found)
 
 
-class DLRM(nn.Module):
+class ClickModel(nn.Module):
     """Bottom layers, bags, dots of all pairs, layers over them: a logit for each sample."""
 
     def __init__(self, shape: Shape, *, sparse: bool = False) -> None:
@@ -120,8 +123,12 @@ class DLRM(nn.Module):
 
     def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
         """`ids`: [samples, tables, ids per bag]."""
-        x = self.bottom(dense)
         bags = [table(ids[:, number]) for number, table in enumerate(self.tables)]
+        return self.over_bags(dense, bags)
+
+    def over_bags(self, dense: Tensor, bags: list[Tensor]) -> Tensor:
+        """All but the tables."""
+        x = self.bottom(dense)
         vectors = torch.stack([x, *bags], dim=1)
         dots = vectors @ vectors.transpose(1, 2)
         return self.over(torch.cat([x, dots[:, self.above[0], self.above[1]]], dim=1))[:, 0]
@@ -135,7 +142,7 @@ cross_entropy = nn.functional.binary_cross_entropy_with_logits
 
 def ddp(shape: Shape, rank: int, *, sparse: bool) -> Step:
     torch.manual_seed(0)
-    model = DistributedDataParallel(DLRM(shape, sparse=sparse), gradient_as_bucket_view=True)
+    model = DistributedDataParallel(ClickModel(shape, sparse=sparse), gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     given = forever(
         [(b.dense, b.ids.transpose(0, 1).contiguous(), b.labels) for b in batches(shape, rank)]
@@ -160,12 +167,11 @@ def torchrec(shape: Shape, rank: int, *, kind: str, pipelined: bool = False) -> 
         Topology,
     )
     from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-    from torchrec.models.dlrm import DLRM as TorchRecDLRM
-    from torchrec.models.dlrm import DLRMTrain
+    from torchrec.models.dlrm import DLRM, DLRMTrain
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
     from torchrec.optim.keyed import KeyedOptimizerWrapper
-    from torchrec.streamable import Pipelineable
     from torchrec.optim.optimizers import in_backward_optimizer_filter
+    from torchrec.streamable import Pipelineable
 
     torch.manual_seed(0)
     device, world = torch.device("cpu"), dist.get_world_size()
@@ -183,7 +189,7 @@ def torchrec(shape: Shape, rank: int, *, kind: str, pipelined: bool = False) -> 
         device=torch.device("meta"),
     )
     model = DLRMTrain(
-        TorchRecDLRM(tables, FEATURES, list(shape.bottom), list(shape.over), dense_device=device)
+        DLRM(tables, FEATURES, list(shape.bottom), list(shape.over), dense_device=device)
     )
     if kind != "data_parallel":
         apply_optimizer_in_backward(torch.optim.SGD, tables.parameters(), {"lr": RATE})
@@ -248,7 +254,73 @@ PEERS: dict[str, Callable[[Shape, int], Step]] = {
     "DDP sparse": lambda s, r: ddp(s, r, sparse=True),
     "DDP dense": lambda s, r: ddp(s, r, sparse=False),
 }
-OWN: dict[str, Callable[[Shape, int], Step]] = {}
+
+
+# headway -------------------------------------------------------------------------------------
+
+
+class Clicks(Dataset[tuple[Tensor, Tensor, Tensor]]):
+    """Samples of all ranks, a global batch of theirs behind the other."""
+
+    def __init__(self, shape: Shape, ranks: int) -> None:
+        kept = [batches(shape, rank) for rank in range(ranks)]
+        drawn = [batch for same in zip(*kept, strict=True) for batch in same]
+        self._dense = torch.cat([b.dense for b in drawn])
+        self._ids = torch.cat([b.ids for b in drawn], dim=1).transpose(0, 1).contiguous()
+        self._labels = torch.cat([b.labels for b in drawn])
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        return self._dense[number], self._ids[number], self._labels[number]
+
+
+def logistic(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    dense, ids, labels = batch
+    return cross_entropy(model(dense, ids), labels)
+
+
+def own(shape: Shape, way: Way) -> Step:
+    torch.manual_seed(0)
+    model, ranks = ClickModel(shape), dist.get_world_size()
+    plan = data_parallel(
+        shape.batch * ranks, processes=ranks, split=LayerSplit(tables=TableSplit(way=way))
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    run = headway.Executor(model, optimizer, loss=logistic, plan=plan)
+    given = forever(list(run.batches(Clicks(shape, ranks))))
+    return lambda: run.step(next(given))
+
+
+OWN: dict[str, Callable[[Shape, int], Step]] = {
+    f"headway {way}": lambda s, _, way=way: own(s, way)
+    for way in ("table", "column", "copies", "row", "hash")
+}
+
+
+# The limit -----------------------------------------------------------------------------------
+
+
+def alone(shape: Shape, rank: int) -> Step:
+    """What no split of tables can save: dense layers, dots and their update; nothing travels."""
+    torch.manual_seed(0)
+    model = ClickModel(replace(shape, rows=1))
+    parameters = [*model.bottom.parameters(), *model.over.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=RATE)
+    bags = [torch.randn(shape.batch, shape.columns, requires_grad=True) for _ in model.tables]
+    given = forever(batches(shape, rank))
+
+    def step() -> None:
+        batch = next(given)
+        optimizer.zero_grad()
+        cross_entropy(model.over_bags(batch.dense, bags), batch.labels).backward()
+        optimizer.step()
+
+    return step
+
+
+LIMIT: dict[str, Callable[[Shape, int], Step]] = {"dense layers alone": alone}
 
 
 # Measuring -----------------------------------------------------------------------------------
@@ -269,7 +341,7 @@ def measured(world: Any, name: str, rounds: int, names: list[str]) -> dict[str, 
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     shape = SHAPES[name]
-    contenders = {**PEERS, **OWN}
+    contenders = {**LIMIT, **PEERS, **OWN}
     found = {n: Found([], [], []) for n in names}
     steps: dict[str, Step] = {}
     for n in names:
@@ -316,10 +388,10 @@ def main() -> None:
     parser.add_argument("--without", default="")
     chosen = parser.parse_args()
     names = [
-        n
-        for n in {**PEERS, **OWN}
-        if any(part in n for part in chosen.only.split(","))
-        and not (chosen.without and any(part in n for part in chosen.without.split(",")))
+        name
+        for name in {**LIMIT, **PEERS, **OWN}
+        if any(part in name for part in chosen.only.split(","))
+        and not (chosen.without and any(part in name for part in chosen.without.split(",")))
     ]
     done = emulated.run(
         nodes=2 if chosen.rate else 1, per_node=1 if chosen.rate else 2, rate=chosen.rate,
@@ -330,26 +402,26 @@ def main() -> None:
         f"load {os.getloadavg()[0]:.1f}, {time.strftime('%Y-%m-%d')}"
     )
     first: dict[str, Found] = done[0]
-    for n, at in first.items():
+    for name, at in first.items():
         if at.problem:
-            print(f"  {n:34} does not run: {at.problem}")
+            print(f"  {name:31} does not run: {at.problem}")
             continue
-        cpu = statistics.mean(statistics.median(rank[n].cpu) for rank in done)
-        low, high = min(at.seconds), max(at.seconds)
-        line = (
-            f"  {n:34} {1e3 * statistics.median(at.seconds):8.1f} ms "
-            f"({1e3 * low:.1f} to {1e3 * high:.1f}), {1e3 * cpu:7.1f} ms CPU"
-        )
+        cpu = statistics.mean(statistics.median(rank[name].cpu) for rank in done)
+        line = f"  {name:31} {1e3 * statistics.median(at.seconds):8.1f} ms "
+        line += f"({1e3 * min(at.seconds):.1f} to {1e3 * max(at.seconds):.1f})"
+        line += f", {1e3 * cpu:6.1f} ms CPU"
         if chosen.rate:
-            line += f", {statistics.median(at.sent) / 1e6:7.3f} MB"
+            sent = statistics.median(at.sent)
+            link = sent / parse_rate(chosen.rate)
+            line += f", {sent / 1e6:6.3f} MB: {1e3 * link:.1f} ms of the link"
         print(line)
-    for own in (n for n in first if n in OWN and not first[n].problem):
-        for peer in (n for n in first if n in PEERS and not first[n].problem):
-            ratios = sorted(map(truediv, first[peer].seconds, first[own].seconds))
+    for mine in (n for n in first if n in OWN and not first[n].problem):
+        for other in (n for n in first if n != mine and not first[n].problem):
+            ratios = sorted(map(truediv, first[other].seconds, first[mine].seconds))
             low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
             print(
-                f"  {own} is {statistics.median(ratios):.2f} times as fast as {peer}"
-                f" ({low:.2f} to {high:.2f}, {len(ratios)} pairs)"
+                f"  {mine} is {statistics.median(ratios):.2f} times as fast as {other}"
+                f" (quartiles {low:.2f}, {high:.2f}; {len(ratios)} pairs)"
             )
 
 
