@@ -13,6 +13,7 @@ from headway.errors import DataError, UsageError
 from headway.keywords import checks_keywords
 from headway.nn.dynamic_initial import Distribution
 from headway.nn.dynamic_table import DynamicTable, LookedUpRows, checked_keys
+from headway.nn.row_moves import take_rows
 
 Combiner = Literal["sum", "mean", "sqrtn"]
 """sum: of weight times vector. mean: that, divided by the sum of the weights. sqrtn: divided by
@@ -107,13 +108,14 @@ class DynamicEmbeddingBag(nn.Module):
         return sums if self.mode == "sum" else sums / self._divisor(sizes, weights, sums)
 
     def _sums(self, keys: Tensor, starts: Tensor, sizes: Tensor, weights: Tensor | None) -> Tensor:
-        found = self.table.open()
         if weights is not None:
             weights = weights.to(self.table.weight.dtype)
         if not self.table.learns:
+            rows, places = self.table.places(keys)
             return functional.embedding_bag(
-                found.places(keys), found.values(), starts, mode="sum", per_sample_weights=weights
+                places, rows, starts, mode="sum", per_sample_weights=weights
             )
+        found = self.table.open()
         places = found.places(keys)
         sums: Tensor = _Sums.apply(  # type: ignore[no-untyped-call]
             self.table.weight, weights, found, places, starts, sizes
@@ -163,13 +165,22 @@ class _Sums(Function):
         given = given.contiguous()
         values = ctx.found.values()
         bags = torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
-        each = given.index_select(0, bags)
         of_weights = None
         if ctx.needs_input_grad[1]:
-            of_weights = (each * values.index_select(0, places)).sum(1)
-        if weights is not None:
-            each *= weights.unsqueeze(1)
-        gradient = torch.zeros_like(values).index_add_(0, places, each)
+            of_weights = (take_rows(given, bags) * take_rows(values, places)).sum(1)
+
+        def shares(some: Tensor) -> Tensor:
+            parts = take_rows(given, bags.index_select(0, some))
+            return parts if weights is None else parts * weights.index_select(0, some).unsqueeze(1)
+
+        # One place of each row first: adding is slower than copying.
+        first = ctx.found.first
+        gradient = shares(first)
+        if len(first) < len(places):
+            others = torch.ones(len(places), dtype=torch.bool, device=places.device)
+            others[first] = False
+            more = others.nonzero().squeeze(1)
+            gradient.index_add_(0, places.index_select(0, more), shares(more))
         ctx.found.gradient(torch.arange(len(values), device=places.device), gradient)
         return None, of_weights, None, None, None, None
 

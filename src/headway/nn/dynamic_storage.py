@@ -12,11 +12,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from headway.nn.row_moves import take_rows
 from headway.parallel.tables.table_parts import mixed_hashes
 
 _EMPTY, _REMOVED = -1, -2
 _FIRST_SLOTS = 1 << 10
-_MOST_LOAD = 0.7
+# Half full, three keys of four are found at the first slot at which one looks.
+_MOST_LOAD = 0.5
 _CHUNK = 1 << 20
 
 
@@ -27,38 +29,34 @@ def distinct(keys: Tensor) -> tuple[Tensor, Tensor]:
         keys: int64 [n].
 
     Returns:
-        For each distinct key a place where it is, int64 [u], and for each key the number of its
-        distinct one, int64 [n].
+        For each distinct key a place where it is, int64 [u], ascending, and for each key the number
+        of its distinct one, int64 [n].
     """
     size = len(keys)
-    everyone = torch.arange(size, device=keys.device)
-    bits = max(4, (4 * size).bit_length())
-    board = torch.empty(1 << bits, dtype=torch.int64, device=keys.device)
-    mixed = mixed_hashes(keys)
+    bits = max(4, (2 * size).bit_length())
+    everyone = torch.arange(size, dtype=torch.int32, device=keys.device)
+    board = torch.empty(1 << bits, dtype=torch.int32, device=keys.device)
     # All write their number on the board where their hash says; who reads that of an equal key
     # takes it. Other bits of the hash separate those that met another key.
-    chosen, waiting = everyone, everyone
-    for turn in range(64 // bits):
-        hashes = mixed if turn == 0 else mixed[waiting]
-        slots = (hashes >> (turn * bits)) & ((1 << bits) - 1)
-        board.scatter_(0, slots, waiting)
-        found = board.gather(0, slots)
-        if turn == 0:
-            chosen, met = found, keys[found] != keys
-        else:
-            chosen[waiting] = found
-            met = keys[found] != keys[waiting]
-        waiting = waiting[met] if turn else met.nonzero().squeeze(1)
+    hashes = mixed_hashes(keys)
+    slots = hashes & ((1 << bits) - 1)
+    chosen = board.scatter_(0, slots, everyone).gather(0, slots)
+    waiting = (keys.index_select(0, chosen) != keys).nonzero().squeeze(1)
+    for turn in range(1, 64 // bits):
         if not len(waiting):
             break
-    else:
+        own = keys.index_select(0, waiting)
+        slots = (hashes.index_select(0, waiting) >> (turn * bits)) & ((1 << bits) - 1)
+        found = board.scatter_(0, slots, waiting.int()).gather(0, slots)
+        chosen[waiting] = found
+        waiting = waiting[keys.index_select(0, found) != own]
+    if len(waiting):
         _, inverse = torch.unique(keys[waiting], return_inverse=True)
         last = torch.empty(int(inverse.max()) + 1, dtype=torch.int64, device=keys.device)
-        last.scatter_(0, inverse, waiting)
-        chosen[waiting] = last[inverse]
+        chosen[waiting] = last.scatter_(0, inverse, waiting)[inverse].int()
     first = chosen == everyone
     numbers = first.cumsum(0) - 1
-    return first.nonzero().squeeze(1), numbers[chosen]
+    return first.nonzero().squeeze(1), numbers.index_select(0, chosen)
 
 
 class KeyIndex:
@@ -90,22 +88,37 @@ class KeyIndex:
 
     def find(self, keys: Tensor) -> Tensor:
         """Row numbers of keys [n], -1 for those that are missing; int64 [n]."""
-        slots = self._homes(keys)
-        entries = self._entries.index_select(0, slots)
+        return self._search(keys, self._homes(keys))[1]
+
+    def _search(self, keys: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """From a slot on, where each key is, or the first empty slot; and what it says there."""
+        entries = take_rows(self._entries, slots)
         rows = entries[:, 1].contiguous()
         going = (entries[:, 0] != keys) & (rows != _EMPTY)
         if self._used > self.size:
             going |= rows == _REMOVED
         waiting = going.nonzero().squeeze(1)
-        slots, wanted = slots[waiting], keys[waiting]
+        if not len(waiting):
+            return slots, rows
+        ends = slots.clone()
+        slots, keys = slots.index_select(0, waiting) + 1, keys.index_select(0, waiting)
+        width = 2
         while len(waiting):
-            slots = (slots + 1) & (self.slots - 1)
-            entries = self._entries.index_select(0, slots)
-            found = entries[:, 1]
-            rows[waiting] = found
-            going = ((entries[:, 0] != wanted) & (found != _EMPTY)) | (found == _REMOVED)
-            waiting, slots, wanted = waiting[going], slots[going], wanted[going]
-        return rows
+            # Fewer keys look at more slots at once: the longest stretch has many times the mean.
+            near = slots.unsqueeze(1) + torch.arange(width, device=slots.device)
+            near &= self.slots - 1
+            entries = take_rows(self._entries, near.view(-1)).view(*near.shape, 2)
+            found = entries[..., 1]
+            stops = (entries[..., 0] == keys.unsqueeze(1)) & (found != _REMOVED)
+            stops |= found == _EMPTY
+            first = stops.to(torch.uint8).argmax(1, keepdim=True)
+            there = stops.gather(1, first).squeeze(1)
+            rows[waiting] = found.gather(1, first).squeeze(1)
+            ends[waiting] = near.gather(1, first).squeeze(1)
+            on = (~there).nonzero().squeeze(1)
+            waiting, slots, keys = waiting[on], slots[on] + width, keys[on]
+            width = min(4 * width, self.slots)
+        return ends, rows
 
     def insert(self, keys: Tensor, rows: Tensor) -> None:
         """Enter keys that are missing, each once, with their row numbers."""
@@ -115,29 +128,22 @@ class KeyIndex:
         slots = self._homes(keys)
         numbers = self._entries.view(-1)
         while len(keys):
+            slots = self._search(keys, slots)[0]
             places = 2 * slots
-            free = numbers[places + 1] == _EMPTY
             # Several may want the same slot: the row number that can be read afterwards has it.
-            numbers[places[free] + 1] = rows[free]
-            won = free & (numbers[places + 1] == rows)
+            numbers[places + 1] = rows
+            won = numbers[places + 1] == rows
             numbers[places[won]] = keys[won]
             lost = ~won
-            keys, rows, slots = keys[lost], rows[lost], (slots[lost] + 1) & (self.slots - 1)
+            keys, rows, slots = keys[lost], rows[lost], slots[lost]
 
     def remove(self, keys: Tensor) -> Tensor:
         """Take out keys, each given once; the row numbers of those that were there."""
-        rows = self.find(keys)
+        slots, rows = self._search(keys, self._homes(keys))
         there = rows >= 0
-        keys, rows = keys[there], rows[there]
-        slots = self._homes(keys)
-        pending = torch.arange(len(keys), device=keys.device)
-        while len(pending):
-            entries = self._entries.index_select(0, slots)
-            hit = (entries[:, 0] == keys[pending]) & (entries[:, 1] >= 0)
-            self._entries[slots[hit], 1] = _REMOVED
-            pending, slots = pending[~hit], (slots[~hit] + 1) & (self.slots - 1)
-        self.size -= len(rows)
-        return rows
+        self._entries.view(-1)[2 * slots[there] + 1] = _REMOVED
+        self.size -= int(there.sum())
+        return rows[there]
 
     def remove_rows(self, gone: Tensor) -> None:
         """Take out all keys whose rows are marked: bool [rows]."""

@@ -26,6 +26,7 @@ from headway.keywords import checks_keywords
 from headway.nn.dynamic_initial import Distribution, initial_rows
 from headway.nn.dynamic_slots import RowSlots
 from headway.nn.dynamic_storage import RowStore, distinct
+from headway.nn.row_moves import put_rows, take_rows
 
 
 @dataclass(eq=False)
@@ -194,6 +195,21 @@ class DynamicTable(nn.Module):
 
     # What a pass reads.
 
+    @torch.no_grad()
+    def places(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Without gradients: rows, and in them the place of each key [n].
+
+        The rows are those of the table itself if all keys have one, else copies.
+        """
+        if self.max_norm is None:
+            self._follow()
+            rows = self._find(keys)
+            if len(rows) and int(rows.min()) >= 0:
+                return self._rows.columns["values"], rows
+        found = self.open()
+        places = found.places(keys)
+        return found.values(), places
+
     def open(self) -> LookedUpRows:
         """Begin the lookups of a pass."""
         return LookedUpRows(self)
@@ -230,7 +246,7 @@ class DynamicTable(nn.Module):
         missing = (rows < 0).nonzero().squeeze(1)
         table = self._rows.columns["values"]
         if not len(missing):
-            values = table.index_select(0, rows)
+            values = take_rows(table, rows)
         else:
             values = table.new_empty(len(keys), self.dim)
             there = (rows >= 0).nonzero().squeeze(1)
@@ -358,7 +374,7 @@ class DynamicTable(nn.Module):
             if self.admit_after:
                 self._waiting.remove(new)
             rows = rows.index_copy(0, missing, self._rows.make(new))
-        self._rows.columns["values"].index_copy_(0, rows, values.to(self.weight.dtype))
+        put_rows(self._rows.columns["values"], rows, values.to(self.weight.dtype))
         if self.evict_after is not None:
             self._rows.columns["last"][rows] = self.clock
         return rows
@@ -434,7 +450,11 @@ class DynamicTable(nn.Module):
 
 
 class LookedUpRows:
-    """What one pass has looked up in a table; its gradients come back here."""
+    """What one pass has looked up in a table; its gradients come back here.
+
+    Attributes:
+        first: Of the last call of `places`, a place of each distinct key among its keys; ascending.
+    """
 
     def __init__(self, table: DynamicTable) -> None:
         self._table = table
@@ -443,11 +463,12 @@ class LookedUpRows:
         self._values: list[Tensor] = []
         self._count = 0
         self._several = False
+        self.first = torch.empty(0, dtype=torch.int64)
 
     def places(self, keys: Tensor) -> Tensor:
         """Where in `values()` the rows of keys are; int64 [n]."""
-        first, inverse = distinct(keys)
-        own = keys[first]
+        self.first, inverse = distinct(keys)
+        own = keys.index_select(0, self.first)
         rows, values = self._table._read(own)
         self._keys.append(own)
         self._rows.append(rows)

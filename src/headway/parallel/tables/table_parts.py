@@ -24,13 +24,13 @@ def mixed_hashes(keys: Tensor) -> Tensor:
     """`headway.plans.tables.mixed_hash` of each key; bits of 64 unsigned ones as int64."""
     # int64 wraps as 64 unsigned bits do; only a shift must not copy the sign.
     value = keys.to(torch.int64) + _GOLDEN
-    value = (value ^ _shifted(value, 30)) * _FIRST
-    value = (value ^ _shifted(value, 27)) * _SECOND
-    return value ^ _shifted(value, 31)
+    value.bitwise_xor_(_shifted(value, 30)).mul_(_FIRST)
+    value.bitwise_xor_(_shifted(value, 27)).mul_(_SECOND)
+    return value.bitwise_xor_(_shifted(value, 31))
 
 
 def _shifted(value: Tensor, bits: int) -> Tensor:
-    return (value >> bits) & ((1 << (64 - bits)) - 1)
+    return (value >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def hashed_parts(keys: Tensor, parts: int) -> Tensor:
