@@ -17,7 +17,7 @@ from headway.errors import CheckpointMismatch, DataError, UsageError
 from headway.nn import DynamicEmbeddingBag, DynamicTable
 from headway.nn.dynamic_initial import initial_rows
 from headway.nn.dynamic_storage import KeyIndex, RowStore, distinct
-from headway.optim import LAMB
+from headway.optim import LAMB, RowWiseAdagrad
 from support import dynamic_reference as reference
 
 DIM = 3
@@ -166,6 +166,7 @@ OPTIMIZERS = {
         reference.adagrad,
         lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5),
     ),
+    "row-wise Adagrad": (reference.row_wise_adagrad, lambda p: RowWiseAdagrad(p, lr=0.1)),
 }
 
 
@@ -444,7 +445,7 @@ def test_other_optimisers_of_torch_train_it():
 @pytest.mark.parametrize(
     ("optimizer_of", "why"),
     [
-        (lambda p: torch.optim.Adafactor(p), "'col_var' is shared by all rows"),
+        (lambda p: torch.optim.Adafactor(p), "depends on the other rows"),
         (lambda p: LAMB(p, lr=0.1), "depends on the other rows"),
         (lambda p: torch.optim.Muon(p), "depends on the other rows"),
         (lambda p: torch.optim.SparseAdam(p), "a trial step of it ends with"),

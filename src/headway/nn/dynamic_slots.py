@@ -7,13 +7,15 @@ the touched rows take their place, so that the optimiser sees an ordinary small 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from headway.errors import UsageError
+from headway.errors import HeadwayError, UsageError
+from headway.optim.row_law import row_law
 
 
 class RowSlots:
@@ -78,40 +80,31 @@ def _initial_slots(optimizer: Optimizer, parameter: nn.Parameter, name: str) -> 
     """Try the optimiser on rows of no importance: what it keeps for each that has a gradient of 0.
 
     Raises:
-        UsageError: Steps of a row depend on other rows, or state is kept that is not by row.
+        UsageError: The step of a row does not follow from that row alone, or cannot be tried.
     """
-    columns = parameter.shape[1]
-    rows = torch.zeros(columns + 1, columns, dtype=parameter.dtype, device=parameter.device)
-    state = _trial(optimizer, parameter, rows, rows, name)[1]
-    slots = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.ndim}
-    for key, value in slots.items():
-        if len(value) != len(rows):
-            raise _unusable(optimizer, name, f"its state {key!r} is shared by all rows")
-    values = (torch.arange(rows.numel(), device=rows.device).reshape(rows.shape) % 7 - 3) / 8
-    values = values.to(rows.dtype)
-    other = values.flip(0).clone()
-    other[0] = values[0]
-    moved = [_trial(optimizer, parameter, values, g, name)[0][0] for g in (values, other)]
-    if not torch.equal(*moved):
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    try:
+        by_row = row_law(optimizer, group, parameter.device).rows
+        state = _trial(optimizer, group, parameter)
+    except (HeadwayError, TypeError, ValueError, RuntimeError) as error:
+        raise _unusable(optimizer, name, f"a trial step of it ends with: {error}") from error
+    if not by_row:
         raise _unusable(optimizer, name, "the step of a row depends on the other rows of the batch")
-    return {key: value[0].clone() for key, value in slots.items()}
+    return {k: v[0].clone() for k, v in state.items() if isinstance(v, Tensor) and v.ndim}
 
 
 def _trial(
-    optimizer: Optimizer, parameter: nn.Parameter, rows: Tensor, gradient: Tensor, name: str
-) -> tuple[Tensor, dict[str, Any]]:
-    """Rows and state after a step of an optimiser of this kind."""
-    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
-    trial = nn.Parameter(rows.clone())
-    trial.grad = gradient.clone()
-    try:
-        legal = inspect.signature(type(optimizer)).parameters
-        options = {k: v for k, v in group.items() if k in legal and k != "params"}
-        fresh = type(optimizer)([trial], **options)
-        fresh.step()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise _unusable(optimizer, name, f"a trial step of it ends with: {error}") from error
-    return trial.detach(), fresh.state[trial]
+    optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.Parameter
+) -> Mapping[str, Any]:
+    """The state of two rows after a step of a new optimiser of this kind."""
+    trial = nn.Parameter(parameter.detach().new_zeros(2, parameter.shape[1]))
+    trial.grad = torch.zeros_like(trial)
+    legal = inspect.signature(type(optimizer)).parameters
+    options = {k: v for k, v in group.items() if k in legal and k != "params"}
+    # Some make their state when they are made.
+    fresh = type(optimizer)([trial], **options)
+    fresh.step()
+    return fresh.state[trial]  # type: ignore[no-any-return]
 
 
 def _unusable(optimizer: Optimizer, name: str, why: str) -> UsageError:
