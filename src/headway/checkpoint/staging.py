@@ -104,7 +104,7 @@ class StagingBuffer:
         Returns:
             Logical name -> contiguous host tensor of the piece's shape, valid until the next call.
         """
-        devices = {local_data(tensors[piece.name]).device for piece in pieces} - {
+        devices = {tensors[piece.name].device for piece in pieces} - {
             torch.device("cpu")
         }
         pinned = any(device.type == "cuda" for device in devices)

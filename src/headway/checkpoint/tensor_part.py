@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class TensorPart(Tensor):
-    """Name, type and shape of a whole tensor, and the memory of a box of it.
+    """Type, shape and device of a whole tensor, and the memory of a box of it.
 
-    As a tensor it lies on the meta device; nothing can be computed with it.
+    As a tensor it has one element for all; nothing can be computed with it.
 
     Attributes:
         local: The memory, of the box's shape.
@@ -34,8 +34,7 @@ class TensorPart(Tensor):
     @classmethod
     def of(cls, local: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> TensorPart:
         """The box that begins at `offsets` in a tensor of this shape."""
-        empty = torch.empty(tuple(shape), dtype=local.dtype, device="meta")
-        part = empty.as_subclass(cls)
+        part = local.new_zeros(()).expand(tuple(shape)).as_subclass(cls)
         part.local, part.box = local, TensorBox(tuple(offsets), tuple(local.shape))
         return part
 

@@ -183,7 +183,9 @@ def _in_float64(plan: Plan) -> Plan:
 
 def on_two_nodes(world: World, plan: Plan) -> World:
     """A world whose ranks count as two nodes, for a hierarchy that would else have one level."""
-    if plan.exchange.collective != "hierarchical" or world.place.node_name or world.ranks < 2:
+    levels = plan.exchange.collective == "hierarchical"
+    levels |= any(split.way in ("table_row", "grid") for split in plan.split.tables)
+    if not levels or world.place.node_name or world.ranks < 2:
         return world
     nodes = 2 if world.ranks % 2 == 0 else world.ranks
     world.place = replace(world.place, node_name=f"node {world.rank * nodes // world.ranks}")

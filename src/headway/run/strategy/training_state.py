@@ -103,11 +103,7 @@ class TrainingState:
                 targets[name] = self._place(name, entry, places)
         check_match(targets, manifest, "", complete=True)
         # What is away has no memory to read into; the meta device marks its optimiser state.
-        return {
-            n: t
-            for n, t in targets.items()
-            if n not in away and (isinstance(t, TensorPart) or not t.is_meta)
-        }
+        return {n: t for n, t in targets.items() if n not in away and not t.is_meta}
 
     def _place(self, name: str, entry: TensorEntry, places: Mapping[str, Tensor]) -> Tensor:
         """New memory for a tensor of a checkpoint; on the meta device where it is away."""
