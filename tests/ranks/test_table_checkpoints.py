@@ -1,4 +1,4 @@
-"""ranks: checkpoints of split tables: any plan goes on from any other, and no rank has a whole one."""
+"""ranks: checkpoints of split tables: any plan goes on from any other, none from a whole table."""
 
 from __future__ import annotations
 
