@@ -52,9 +52,7 @@ PLACED = (("hash", 3), ("row", 3), ("column", 2), ("grid", 4), ("table", 2), ("c
 def save(world, way, directory):
     torch.manual_seed(3)
     model = table_recipes.Recommender().double()
-    plan = data_parallel(
-        8, processes=world.size, precision="float64", split=LayerSplit(tables=way)
-    )
+    plan = data_parallel(8, processes=world.size, precision="float64", split=LayerSplit(tables=way))
     made = torch.optim.Adam(model.parameters(), lr=0.05)
     run = Executor(model, made, loss=clicking, plan=plan, seed=3, world=World.adopt())
     batches = run.batches(Clicks(), epochs=None)

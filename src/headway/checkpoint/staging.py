@@ -104,9 +104,7 @@ class StagingBuffer:
         Returns:
             Logical name -> contiguous host tensor of the piece's shape, valid until the next call.
         """
-        devices = {tensors[piece.name].device for piece in pieces} - {
-            torch.device("cpu")
-        }
+        devices = {tensors[piece.name].device for piece in pieces} - {torch.device("cpu")}
         pinned = any(device.type == "cuda" for device in devices)
         self._allocate(sum(piece.bytes for piece in pieces), pinned)
         staged: dict[str, Tensor] = {}
