@@ -214,7 +214,7 @@ TIERS = """
 preset = "t4"
 tiers = [
   { name = "DRAM", memory = "64 GiB", rate = "40 GB/s", link = { rate = "8 GB/s" } },
-  { name = "NVMe", memory = "1 TiB", rate = "2 GB/s", source = "the shop" },
+  { name = "NVMe", memory = "1 TiB", rate = "2 GB/s", mapped = true, source = "the shop" },
 ]
 """
 

@@ -466,6 +466,8 @@ def _value(
 ) -> str:
     if isinstance(value, str | Price):
         return json.dumps(str(value), ensure_ascii=False)
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, int | float):
         return f'"{by_key[name](value)}"' if name in by_key else repr(value)
     if isinstance(value, tuple):

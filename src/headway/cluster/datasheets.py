@@ -45,7 +45,7 @@ _ZION_TIERS = (
         name="DRAM", memory=256 * GIB, rate=128e9, link=Link(rate=12e9, latency=10e-6), source=_ZION
     ),
     MemoryTier(
-        name="NVMe", memory=1024 * GIB, rate=3e9, link=Link(rate=3e9, latency=100e-6),
+        name="NVMe", memory=1024 * GIB, rate=3e9, link=Link(rate=3e9, latency=100e-6), mapped=True,
         source="assumed: one drive of 1 TiB, mapped",
     ),
 )  # fmt: skip

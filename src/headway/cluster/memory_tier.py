@@ -33,6 +33,7 @@ class MemoryTier:
         memory: Bytes.
         rate: Bytes/s at which it reads and writes rows of tables.
         link: To the tier before it, on the way to the device; None: as fast as the tier.
+        mapped: Whether it is a file that is mapped into memory, as on NVMe drives.
         source: Of these numbers.
     """
 
@@ -40,6 +41,7 @@ class MemoryTier:
     memory: Bytes
     rate: Rate
     link: Link | None = None
+    mapped: bool = False
     source: str = ""
 
     def problems(self, key: str) -> Iterator[str]:
