@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from headway.errors import DataError, PlanError
-from headway.parallel.tables import mixed_hashes, split_tables
+from headway.parallel.tables import mixed_hashes, split_tables, taken
 from headway.parallel.tables.table_parts import hashed_parts
 from headway.plans.tables import mixed_hash
 from support.ranks import ranks
@@ -70,7 +70,7 @@ def test_bad_lookups_are_one_error_on_all_ranks(world):
         good = (bad([1, 2]), bad([0]), *([bad([1.0, 1.0])] if len(call) > 2 else []))
         module, _ = one_table(world)
         with pytest.raises(DataError, match=re.escape(f"table bag.weight: {said}")) as error:
-            module.bag(*(call if world.rank else good))
+            taken(module.bag(*(call if world.rank else good)))
         assert error.value.where == "rank 1 of those that share the batch"
 
 
@@ -79,7 +79,7 @@ def test_lookups_that_differ_between_ranks_are_named(world):
     module, _ = one_table(world)
     used = module.other if world.rank == 2 else module.bag
     with pytest.raises(PlanError, match="lookup 1 of a step is not the same") as error:
-        used(torch.tensor([1]), torch.tensor([0]))
+        taken(used(torch.tensor([1]), torch.tensor([0])))
     assert error.value.problems == ("rank 0: sum of bag.weight", "rank 2: sum of other.weight")
 
 

@@ -91,7 +91,9 @@ def placements(model, way, size, *, travels="auto", skip=()):
     columns = 2 if way == "grid" and size % 2 == 0 else 0
     node = 1 if way == "grid" and node else node
     split = TableSplit(way=way, columns=columns, travels=travels)
-    return place_tables([split], shapes, size, node=node)
+    # A table of one column has no ranges of columns.
+    narrow = [TableSplit(tables=n, way="row") for n, s in shapes.items() if s[1] == 1 and columns]
+    return place_tables([*narrow, split], shapes, size, node=node)
 
 
 def sum_dense(model, names, world):

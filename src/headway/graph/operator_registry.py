@@ -1,15 +1,18 @@
 """The one table of operators: what the search may split, and by which rule each executor does it.
 
 A row names operators as torch does, in Python (`cross_entropy`) and in a captured graph
-(`cross_entropy_loss`), and says by which rule each of three readers treats them:
+(`cross_entropy_loss`), and says by which rule each of four readers treats them:
 
 - `expression`: the index expression from which the search reads the legal splits (`graph.aten`);
 - `layers`: the rule of split layers (`parallel.tensor`);
-- `space`: the rule of samples that are split in space (`parallel.spatial`).
+- `space`: the rule of samples that are split in space (`parallel.spatial`);
+- `tables`: the rule of sums over the rows of split tables, while they are pending
+  (`parallel.tables`).
 
 "" is an explicit no. Without a `layers` rule the executor leaves the weights around such an
 operator whole, or refuses it by name on a grid that cuts every activation; without a `space` rule
-it refuses it by name; without an expression the search only replicates it. A reader gives its
+it refuses it by name; without a `tables` rule the sums are taken first; without an expression the
+search only replicates it. A reader gives its
 functions to `implement`, which fails where a rule has no function or a function no rule.
 """
 
@@ -20,7 +23,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, TypeVar
 
-Reader = Literal["expression", "layers", "space"]
+Reader = Literal["expression", "layers", "space", "tables"]
 _Function = TypeVar("_Function")
 
 
@@ -31,136 +34,140 @@ class OperatorRules:
     expression: str
     layers: str
     space: str
+    tables: str
 
 
 _ELEMENTWISE = ("pointwise", "elementwise")
 """Each of these also has its variant in place in both executors: `relu_`."""
 
 # fmt: off
-_ROWS: tuple[tuple[str, str, str, str], ...] = (
-    # names; expression, layers, space
+_ROWS: tuple[tuple[str, str, str, str, str], ...] = (
+    # names; expression, layers, space, tables
     ("abs acos acosh asin asinh atan atanh bitwise_not ceil celu clamp_max clamp_min clone "
      "contiguous cos cosh detach elu erf erfc exp exp2 expm1 floor frac gelu hardshrink "
      "hardsigmoid hardswish hardtanh invert isfinite isinf isnan leaky_relu log log10 log1p log2 "
      "log_sigmoid logical_not logit logsigmoid mish nan_to_num neg negative positive reciprocal "
      "relu relu6 round rsqrt selu sigmoid sign silu sin sinh softplus softshrink softsign sqrt "
      "square tan tanh tanhshrink threshold _threshold trunc",
-     *_ELEMENTWISE, "unary"),
-    ("bfloat16 bool cpu cuda double float half int long to type", *_ELEMENTWISE, "unary"),
+     *_ELEMENTWISE, "unary", "function"),
+    ("bfloat16 bool cpu cuda double float half int long to type", *_ELEMENTWISE, "unary", ""),
     ("add addcdiv addcmul and atan2 bitwise_and bitwise_or bitwise_xor clamp clip copysign div "
      "divide eq floor_divide floordiv fmod ge gt heaviside iadd idiv imul ipow isub itruediv le "
      "lerp logaddexp logical_and logical_or logical_xor lt masked_fill maximum minimum mod mul "
      "multiply ne or pow radd rdiv remainder rfloordiv rmul rpow rsub rtruediv sub subtract "
      "true_divide truediv type_as where xlogy xor",
-     *_ELEMENTWISE, "broadcast"),
-    ("zero_ fill_", "", "elementwise", "unary"),
-    ("copy_", "", "elementwise", "broadcast"),
-    ("prelu", "", "", "unary"),  # its weights are of channels, which broadcasting would misplace
-    ("prelu_elementwise alias detach_copy lift_fresh_copy _to_copy", "pointwise", "", ""),
-    ("dropout", "pointwise", "dropout", "dropout"),
-    ("dropout1d dropout2d dropout3d", "", "", "dropout"),
-    ("feature_dropout native_dropout", "pointwise", "", ""),
+     *_ELEMENTWISE, "broadcast", "arithmetic"),
+    ("zero_ fill_", "", "elementwise", "unary", ""),
+    ("copy_", "", "elementwise", "broadcast", ""),
+    # its weights are of channels, which broadcasting would misplace
+    ("prelu", "", "", "unary", ""),
+    ("prelu_elementwise alias detach_copy lift_fresh_copy _to_copy", "pointwise", "", "", ""),
+    ("dropout", "pointwise", "dropout", "dropout", ""),
+    ("dropout1d dropout2d dropout3d", "", "", "dropout", ""),
+    ("feature_dropout native_dropout", "pointwise", "", "", ""),
     # tensors that are made
-    ("empty_like full_like ones_like zeros_like", "factory", "elementwise", "unary"),
-    ("new_empty new_full new_ones new_zeros", "factory", "local_result", "local_result"),
-    ("is_complex is_floating_point new_tensor", "", "local_result", "local_result"),
+    ("empty_like full_like ones_like zeros_like", "factory", "elementwise", "unary", ""),
+    ("new_empty new_full new_ones new_zeros", "factory", "local_result", "local_result", ""),
+    ("is_complex is_floating_point new_tensor", "", "local_result", "local_result", ""),
     # random numbers are drawn for the part: other ones than of the whole
-    ("rand_like randn_like", "factory", "", ""),
-    ("empty full ones rand randn scalar_tensor zeros", "factory", "", ""),
-    ("arange linspace", "arange", "", ""),
-    ("tril triu", "triangle", "triangle", ""),
+    ("rand_like randn_like", "factory", "", "", ""),
+    ("empty full ones rand randn scalar_tensor zeros", "factory", "", "", ""),
+    ("arange linspace", "arange", "", "", ""),
+    ("tril triu", "triangle", "triangle", "", ""),
     # products
-    ("linear", "linear", "linear", "linear"),
-    ("matmul", "matmul", "matmul", "matmul"),
-    ("mm bmm", "matmul", "matmul", ""),
-    ("rmatmul", "", "matmul", ""),
-    ("mv dot", "matmul", "", ""),
-    ("addmm", "addmm", "addmm", ""),
-    ("baddbmm", "addmm", "", ""),
-    ("einsum", "einsum", "einsum", ""),
-    ("outer", "outer", "", ""),
-    ("scaled_dot_product_attention", "attention", "attention", ""),
-    ("multi_head_attention_forward", "", "multi_head_attention", ""),
+    ("linear", "linear", "linear", "linear", "linear"),
+    ("matmul", "matmul", "matmul", "matmul", "matmul"),
+    ("mm bmm", "matmul", "matmul", "", "matmul"),
+    ("rmatmul", "", "matmul", "", ""),
+    ("mv dot", "matmul", "", "", ""),
+    ("addmm", "addmm", "addmm", "", ""),
+    ("baddbmm", "addmm", "", "", ""),
+    ("einsum", "einsum", "einsum", "", ""),
+    ("outer", "outer", "", "", ""),
+    ("scaled_dot_product_attention", "attention", "attention", "", ""),
+    ("multi_head_attention_forward", "", "multi_head_attention", "", ""),
     # other shapes
-    ("view reshape", "reshape", "reshape", "view"),
-    ("view_as", "reshape", "reshape_as", ""),
-    ("reshape_as", "", "reshape_as", ""),
-    ("flatten", "reshape", "flatten", "flatten"),
-    ("unflatten", "reshape", "unflatten", ""),
-    ("squeeze", "reshape", "squeeze", "squeeze"),
-    ("unsqueeze", "reshape", "unsqueeze", "unsqueeze"),
-    ("_unsafe_view", "reshape", "", ""),
-    ("permute", "permute", "permute", "permute"),
-    ("transpose swapaxes swapdims", "permute", "transpose", "transpose"),
-    ("movedim", "permute", "movedim", "movedim"),
-    ("moveaxis", "", "movedim", "movedim"),
-    ("t", "permute", "t", ""),
-    ("numpy_T", "permute", "", ""),
-    ("expand broadcast_to", "expand", "expand", "expand"),
-    ("expand_as", "expand", "", ""),
-    ("repeat", "repeat", "", ""),
-    ("repeat_interleave", "", "repeat_interleave", ""),
+    ("view reshape", "reshape", "reshape", "view", "reshape"),
+    ("view_as", "reshape", "reshape_as", "", ""),
+    ("reshape_as", "", "reshape_as", "", ""),
+    ("flatten", "reshape", "flatten", "flatten", "indexing"),
+    ("unflatten", "reshape", "unflatten", "", "indexing"),
+    ("squeeze", "reshape", "squeeze", "squeeze", "indexing"),
+    ("unsqueeze", "reshape", "unsqueeze", "unsqueeze", "indexing"),
+    ("_unsafe_view", "reshape", "", "", ""),
+    ("permute", "permute", "permute", "permute", "indexing"),
+    ("transpose swapaxes swapdims", "permute", "transpose", "transpose", "indexing"),
+    ("movedim", "permute", "movedim", "movedim", ""),
+    ("moveaxis", "", "movedim", "movedim", ""),
+    ("t", "permute", "t", "", ""),
+    ("numpy_T", "permute", "", "", ""),
+    ("expand broadcast_to", "expand", "expand", "expand", ""),
+    ("expand_as", "expand", "", "", ""),
+    ("repeat", "repeat", "", "", ""),
+    ("repeat_interleave", "", "repeat_interleave", "", ""),
     # parts and joints
-    ("chunk", "split_dimension", "chunk", "chunk"),
-    ("split", "split_dimension", "split", "split"),
-    ("narrow", "split_dimension", "narrow", "narrow"),
-    ("select", "split_dimension", "select", "select"),
-    ("unbind", "split_dimension", "unbind", ""),
-    ("slice split_with_sizes", "split_dimension", "", ""),
-    ("getitem", "", "getitem", "getitem"),
-    ("cat concat", "concatenate", "cat", "cat"),
-    ("concatenate", "", "cat", "cat"),
-    ("stack", "concatenate", "stack", "stack"),
-    ("pad", "pad", "", "pad"),
-    ("constant_pad_nd", "pad", "", ""),
+    ("chunk", "split_dimension", "chunk", "chunk", "indexing"),
+    ("split", "split_dimension", "split", "split", "indexing"),
+    ("narrow", "split_dimension", "narrow", "narrow", "indexing"),
+    ("select", "split_dimension", "select", "select", "indexing"),
+    ("unbind", "split_dimension", "unbind", "", "indexing"),
+    ("slice split_with_sizes", "split_dimension", "", "", ""),
+    ("getitem", "", "getitem", "getitem", "indexing"),
+    ("cat concat", "concatenate", "cat", "cat", "joined"),
+    ("concatenate", "", "cat", "cat", "joined"),
+    ("stack", "concatenate", "stack", "stack", "joined"),
+    ("pad", "pad", "", "pad", ""),
+    ("constant_pad_nd", "pad", "", "", ""),
     # along dimensions that the executors want whole
-    ("cumsum flip", "whole_dimension", "", "along_whole_dims"),
-    ("roll sort topk argsort", "whole_dimension", "", ""),
-    ("cumprod glu normalize softmin", "", "", "along_whole_dims"),
+    ("cumsum flip", "whole_dimension", "", "along_whole_dims", ""),
+    ("roll sort topk argsort", "whole_dimension", "", "", ""),
+    ("cumprod glu normalize softmin", "", "", "along_whole_dims", ""),
     # windows
-    ("conv1d conv2d conv3d", "convolution", "", "convolution"),
-    ("convolution", "convolution", "", ""),
+    ("conv1d conv2d conv3d", "convolution", "", "convolution", ""),
+    ("convolution", "convolution", "", "", ""),
     ("conv_transpose1d conv_transpose2d conv_transpose3d",
-     "transposed_convolution", "", "transposed_convolution"),
-    ("max_pool1d max_pool2d max_pool3d", "pooling", "", "max_pool"),
-    ("max_pool2d_with_indices", "pooling", "", ""),
-    ("avg_pool1d avg_pool2d avg_pool3d", "pooling", "", "average_pool"),
+     "transposed_convolution", "", "transposed_convolution", ""),
+    ("max_pool1d max_pool2d max_pool3d", "pooling", "", "max_pool", ""),
+    ("max_pool2d_with_indices", "pooling", "", "", ""),
+    ("avg_pool1d avg_pool2d avg_pool3d", "pooling", "", "average_pool", ""),
     ("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d",
-     "adaptive_pooling", "", "adaptive_average_pool"),
-    ("adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d", "", "", "adaptive_max_pool"),
-    ("interpolate", "", "", "interpolate"),
+     "adaptive_pooling", "", "adaptive_average_pool", ""),
+    ("adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d",
+     "", "", "adaptive_max_pool", ""),
+    ("interpolate", "", "", "interpolate", ""),
+    # what `interpolate` calls
     ("upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d "
-     "upsample_bilinear2d upsample_trilinear3d", "upsample", "", ""),  # what `interpolate` calls
+     "upsample_bilinear2d upsample_trilinear3d", "upsample", "", "", ""),
     # reductions and norms
-    ("sum", "reduction", "total", "total"),
-    ("mean", "reduction", "mean", "mean"),
+    ("sum", "reduction", "total", "total", "total"),
+    ("mean", "reduction", "mean", "mean", "mean"),
     ("amax amin any all argmax argmin logsumexp",
-     "reduction", "along_whole_dims", "along_whole_dims"),
-    ("var", "reduction", "var", "along_whole_dims"),
-    ("std norm", "reduction", "", "along_whole_dims"),
-    ("prod", "", "", "along_whole_dims"),
-    ("max min", "", "along_whole_dims", ""),
-    ("softmax", "softmax", "softmax", "along_whole_dims"),
-    ("log_softmax", "softmax", "log_softmax", "along_whole_dims"),
-    ("_softmax _log_softmax", "softmax", "", ""),
-    ("layer_norm", "row_norm", "layer_norm", "layer_norm"),
-    ("rms_norm", "row_norm", "rms_norm", ""),
-    ("group_norm", "group_norm", "", "group_norm"),
-    ("batch_norm", "batch_norm", "", "batch_norm"),
-    ("instance_norm", "", "", "instance_norm"),
+     "reduction", "along_whole_dims", "along_whole_dims", ""),
+    ("var", "reduction", "var", "along_whole_dims", ""),
+    ("std norm", "reduction", "", "along_whole_dims", ""),
+    ("prod", "", "", "along_whole_dims", ""),
+    ("max min", "", "along_whole_dims", "", ""),
+    ("softmax", "softmax", "softmax", "along_whole_dims", ""),
+    ("log_softmax", "softmax", "log_softmax", "along_whole_dims", ""),
+    ("_softmax _log_softmax", "softmax", "", "", ""),
+    ("layer_norm", "row_norm", "layer_norm", "layer_norm", ""),
+    ("rms_norm", "row_norm", "rms_norm", "", ""),
+    ("group_norm", "group_norm", "", "group_norm", ""),
+    ("batch_norm", "batch_norm", "", "batch_norm", ""),
+    ("instance_norm", "", "", "instance_norm", ""),
     # tables, indexing and losses
-    ("embedding", "embedding", "embedding", ""),
-    ("embedding_bag", "embedding_bag", "", ""),
-    ("index_select", "index_select", "", ""),
-    ("gather", "gather", "", ""),
-    ("index", "index", "", ""),
-    ("one_hot", "", "", "one_hot"),
-    ("cross_entropy cross_entropy_loss", "class_loss", "cross_entropy", "class_loss"),
-    ("nll_loss", "class_loss", "", "class_loss"),
-    ("nll_loss_nd", "class_loss", "", ""),
-    ("mse_loss", "element_loss", "mse_loss", "elementwise_loss"),
+    ("embedding", "embedding", "embedding", "", ""),
+    ("embedding_bag", "embedding_bag", "", "", ""),
+    ("index_select", "index_select", "", "", ""),
+    ("gather", "gather", "", "", ""),
+    ("index", "index", "", "", ""),
+    ("one_hot", "", "", "one_hot", ""),
+    ("cross_entropy cross_entropy_loss", "class_loss", "cross_entropy", "class_loss", ""),
+    ("nll_loss", "class_loss", "", "class_loss", ""),
+    ("nll_loss_nd", "class_loss", "", "", ""),
+    ("mse_loss", "element_loss", "mse_loss", "elementwise_loss", ""),
     ("l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits",
-     "element_loss", "", "elementwise_loss"),
+     "element_loss", "", "elementwise_loss", ""),
 )
 # fmt: on
 

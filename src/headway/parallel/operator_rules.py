@@ -17,6 +17,7 @@ from headway.parallel import layout_rules
 from headway.parallel.spatial import pointwise_and_reductions as spatial
 from headway.parallel.spatial import windows
 from headway.parallel.split_tensor import OperatorRule, SplitKind
+from headway.parallel.tables import table_rules
 from headway.parallel.tensor.rules import alignment, layers
 
 
@@ -70,7 +71,15 @@ _SPACE: dict[str, OperatorRule] = {
     ),
 }  # fmt: skip
 
+_TABLES: dict[str, OperatorRule] = {
+    "function": table_rules.function, "arithmetic": table_rules.arithmetic,
+    "linear": table_rules.linear, "matmul": table_rules.matmul, "total": table_rules.total,
+    "mean": table_rules.mean, "reshape": table_rules.reshape, "indexing": table_rules.indexing,
+    "joined": table_rules.joined,
+}  # fmt: skip
+
 RULES: Mapping[SplitKind, Mapping[str, OperatorRule]] = MappingProxyType({
     "layers": implement("layers", _BOTH | _LAYERS),
     "space": implement("space", _BOTH | _SPACE),
+    "tables": implement("tables", _TABLES),
 })  # fmt: skip

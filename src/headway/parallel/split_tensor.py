@@ -38,7 +38,7 @@ from headway.graph.ranges import Range
 from headway.parallel.stages import user_line
 from headway.plans.tensor_layout import AxisDivisor
 
-SplitKind = Literal["layers", "space"]
+SplitKind = Literal["layers", "space", "tables"]
 OperatorRule = Callable[..., Any]
 
 

@@ -6,7 +6,7 @@ many of them each. Ids of padding have been left out of bags.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -40,7 +40,13 @@ class Lookup:
     each: int = 0
     weights: Tensor | None = None
     padding: int | None = None
-    problem: str = field(default="")
+    problem: str = ""
+
+    @property
+    def learns_weights(self) -> bool:
+        """Whether a gradient of the weights is wanted."""
+        weights = self.weights
+        return weights is not None and weights.requires_grad and torch.is_grad_enabled()
 
     def sample_of_ids(self) -> Tensor:
         """To which sample each id belongs; int64 [ids]."""

@@ -3,31 +3,26 @@
 Every rank first says how many samples and ids it has for each lookup, and a fingerprint of what it
 looks up where; a rank that does something else, or has been given bad ids, is found here, on all
 ranks. Then each id goes to the rank that has its row (to one of each range of columns), with the
-lengths of bags where they do not follow from what was said. Backward, autograd comes to the round
-last, and it hands each table the gradients of the rows that were used, each row once.
+lengths of bags where they do not follow from what was said. Where rows travel, each id goes once.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
-from torch.nn import functional as F
 
 from headway.errors import PlanError
 from headway.parallel.tables.lookups import Lookup, lookup_error, samples_of_ids
-from headway.parallel.tables.table_parts import RowSource, parts_of_rows
+from headway.parallel.tables.table_parts import RowRound, RowSource, parts_of_rows
 from headway.parallel.tables.wire import Shape, Wire
 from headway.plans.tables import TablePlacement
 
-_HEAD = 4
 _INT32_ROWS = 2**31
 
 
@@ -49,6 +44,11 @@ class SplitTable:
         """Every rank has all of it, and nobody asks anybody."""
         return self.placement.cut == "none"
 
+    @property
+    def most_parts(self) -> int:
+        """Of the rows of some column, the ranks that have them."""
+        return 1 if self.is_here else max(map(len, self.placement.owners))
+
 
 @dataclass(frozen=True, eq=False)
 class Piece:
@@ -59,11 +59,13 @@ class Piece:
         columns: Of the table, those of the piece.
         sizes: By asking rank, the ids that it has sent there; only its owner, and each rank for
             itself, knows them.
+        order: Which of this rank's keys went there, int64; None: all, in their order.
     """
 
     owner: int
     columns: range
     sizes: tuple[int, ...]
+    order: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,25 +74,39 @@ class Asked:
 
     Attributes:
         places: [ids] where their rows are.
-        lengths: int64 [samples of all ranks]: ids of each sample that were asked here.
+        lengths: int64 [samples of all ranks]: ids of each sample that were asked here; None where
+            rows travel.
         totals: Ids of each sample altogether, int64; None: nobody needs them.
         weights: [ids], or None.
         padding: Where the row is that gets no gradient, if it is here.
+        counted: bool [ids]: those that count as used; None: all.
     """
 
     places: Tensor
-    lengths: Tensor
-    totals: Tensor | None
-    weights: Tensor | None
+    lengths: Tensor | None
+    totals: Tensor | None = None
+    weights: Tensor | None = None
     padding: int | None = None
+    counted: Tensor | None = None
 
     def offsets(self) -> Tensor:
         """Where each sample's ids begin; in the type of `places`, as torch wants it."""
+        assert self.lengths is not None
         ends = self.lengths.cumsum(0)
         return (ends - self.lengths).to(self.places.dtype)
 
     def sample_of_ids(self) -> Tensor:
+        assert self.lengths is not None
         return samples_of_ids(len(self.lengths), self.lengths, 0, self.lengths.device)
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a rank says of a lookup: its samples, ids of each (-1: they differ), and ids."""
+
+    samples: int
+    each: int
+    ids: int
 
 
 @dataclass(eq=False)
@@ -98,110 +114,132 @@ class LookedUp:
     """One lookup of a round.
 
     Attributes:
-        samples: By rank.
-        pieces: Of the table, in the order of the matrix of owners.
-        order: By piece, which of this rank's ids went there, int64; None: all, in their order.
-        asked: Of this rank's own piece.
+        said: By rank.
+        travel_rows: Each row travels once to each rank that asks for it, which pools.
+        keys: What this rank asks for: its ids, or each of them once.
+        inverse: Of each id, its place among the keys; None: the keys are the ids.
+        asked: Of this rank's own piece; None: it has none.
+        key: Its place among the lookups of a batch.
     """
 
     lookup: Lookup
     table: SplitTable
-    samples: tuple[int, ...]
+    rows: RowRound
+    said: tuple[Said, ...]
+    counting: tuple[bool, ...]
+    travel_rows: bool
+    keys: Tensor
+    inverse: Tensor | None = None
     pieces: tuple[Piece, ...] = ()
-    order: tuple[Tensor | None, ...] = ()
     asked: Asked | None = None
+    key: tuple[Any, ...] = ()
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """By rank."""
+        return tuple(each.samples for each in self.said)
 
 
 @dataclass(eq=False)
-class Round:
-    """Lookups that were exchanged together.
+class Conversation:
+    """What the rounds of one model share.
 
     Attributes:
-        token: Without entries; what depends on a table in this round takes it, so that autograd
-            comes here last.
+        sent: Bytes to other ranks by table and kind.
+        counting: Whether rows that are looked up now count as used.
+        room: Lookups of a round that fit into what ranks say first.
     """
 
     wire: Wire
-    found: list[LookedUp]
-    token: Tensor
-    used: dict[str, list[tuple[LookedUp, Any]]] = field(default_factory=dict)
+    tables: dict[str, SplitTable]
+    sent: Counter[tuple[str, str]] = field(default_factory=Counter)
+    counting: bool = True
+    room: int = 4
 
 
 def run_round(
-    wire: Wire, tables: Mapping[str, SplitTable], lookups: Sequence[Lookup], sent: Counter[Any]
-) -> Round:
+    talk: Conversation, lookups: Sequence[Lookup], rows_wanted: Container[int] = ()
+) -> list[LookedUp]:
     """Exchange the ids of lookups; collective.
 
     Args:
-        sent: Bytes to other ranks by table and kind, added to.
+        rows_wanted: Numbers of lookups whose rows are wanted one by one, as is known from the step
+            before; the same on all ranks.
 
     Raises:
         DataError: Ids, offsets or weights of some rank cannot be used; the same on all ranks.
         PlanError: Ranks look up different tables, or in another order; on all of them.
     """
-    said = _agree(wire, tables, lookups)
-    found = [
-        LookedUp(lookup, tables[lookup.table], tuple(rank[number][0] for rank in said))
-        for number, lookup in enumerate(lookups)
-    ]
+    wire = talk.wire
+    said, counting = _agree(talk, lookups)
+    found = []
+    for number, lookup in enumerate(lookups):
+        table = talk.tables[lookup.table]
+        here = tuple(rank[number] for rank in said)
+        rows = _rows_travel(table, lookup, here, number in rows_wanted)
+        each = LookedUp(lookup, table, table.source.open(), here, counting, rows, lookup.ids)
+        if rows:
+            each.keys, each.inverse = torch.unique(lookup.ids, return_inverse=True)
+        found.append(each)
     routes = [_route(each) for each in found]
-    counts = _counts(wire, found, routes, said)
+    counts = _counts(wire, found, routes)
     parts: list[list[Tensor]] = [[] for _ in range(wire.size)]
     expected: list[list[Shape]] = [[] for _ in range(wire.size)]
-    for number, (each, route) in enumerate(zip(found, routes, strict=True)):
-        for piece, ids in route.items():
-            owner = _pieces(each.table.placement)[piece][2]
-            section = _section(each, piece, ids)
+    for number, each in enumerate(found):
+        for (column, _, owner), chosen in zip(_pieces(each), routes[number], strict=True):
+            section = _section(each, column, chosen)
             parts[owner] += section
             if owner != wire.rank:
-                sent[each.lookup.table, "ids"] += sum(x.nbytes for x in section)
+                talk.sent[each.lookup.table, "ids"] += sum(x.nbytes for x in section)
         own = each.table.placement.piece_of(wire.rank)
         if own is not None and not each.table.is_here:
             for rank in range(wire.size):
-                ragged = said[rank][number][1] < 0
-                size = counts[rank][number]
-                expected[rank] += _shapes(each, own, size, each.samples[rank], ragged)
-    came = [iter(listed) for listed in wire.swap(parts, expected)]
+                expected[rank] += _shapes(each, own[0], counts[rank][number], each.said[rank])
+    nothing = all(each.table.is_here for each in found)
+    came = [iter(listed) for listed in ([] if nothing else wire.swap(parts, expected))]
     for number, each in enumerate(found):
-        _take_in(wire, each, routes[number], [c[number] for c in counts], came,
-                 [rank[number][1] for rank in said])  # fmt: skip
-    leaves = [table.source.leaf for table in tables.values()]
-    made = Round(wire, found, torch.empty(0, device=wire.device))
-    made.token = _Begin.apply(made, tables, sent, *leaves)  # type: ignore[no-untyped-call]
-    return made
+        _take_in(wire, each, routes[number], [row[number] for row in counts], came)
+    return found
 
 
 def _agree(
-    wire: Wire, tables: Mapping[str, SplitTable], lookups: Sequence[Lookup]
-) -> list[list[tuple[int, int, int]]]:
-    """By rank and lookup: samples, ids of each (-1: bags of any length) and ids."""
+    talk: Conversation, lookups: Sequence[Lookup]
+) -> tuple[list[list[Said]], tuple[bool, ...]]:
+    """What each rank says of each lookup, and whether its lookups count."""
+    wire = talk.wire
     described = [_description(lookup) for lookup in lookups]
     mark = crc32(repr(described).encode())
-    heads = wire.gather([mark, len(lookups), any(x.problem for x in lookups), 0])
+    numbers = [
+        n for x in lookups for n in (x.samples, -1 if x.lengths is not None else x.each, len(x.ids))
+    ]
+    first = numbers[: 3 * talk.room]
+    first += [0] * (3 * talk.room - len(first))
+    problem = any(x.problem for x in lookups)
+    heads = wire.gather([mark, len(lookups), problem, talk.counting, *first])
     if any(head[2] for head in heads):
         own = [(wire.rank, x.table, x.problem) for x in lookups if x.problem]
         raise lookup_error([p for listed in wire.documents(own) for p in listed])
     if any(head[:2] != heads[0][:2] for head in heads):
         raise _different(wire.documents(described))
-    numbers = [
-        n for x in lookups for n in (x.samples, -1 if x.lengths is not None else x.each, len(x.ids))
-    ]
-    return [
-        [(row[n], row[n + 1], row[n + 2]) for n in range(0, len(row), 3)]
-        for row in wire.gather(numbers)
-    ]
+    counting = tuple(bool(head[3]) for head in heads)
+    rows = [head[4:] for head in heads]
+    if len(lookups) > talk.room:
+        # From now on so many fit, on all ranks: they look up equally much.
+        talk.room = len(lookups)
+        rows = wire.gather(numbers)
+    said = [[Said(*row[n : n + 3]) for n in range(0, 3 * len(lookups), 3)] for row in rows]
+    return said, counting
 
 
 def _description(lookup: Lookup) -> str:
     weights = lookup.weights
     weighted = "" if weights is None else f", weights of {weights.dtype}"
-    learnt = weights is not None and weights.requires_grad and torch.is_grad_enabled()
-    return f"{lookup.mode} of {lookup.table}{weighted}{', learnt' if learnt else ''}"
+    return f"{lookup.mode} of {lookup.table}{weighted}{', learnt' if lookup.learns_weights else ''}"
 
 
 def _different(said: Sequence[Any]) -> PlanError:
     """The error of ranks that look up different things."""
-    rank = next(n for n, listed in enumerate(said) if listed != said[0])
+    rank = next((n for n, listed in enumerate(said) if listed != said[0]), 0)
     pairs = zip(said[0], said[rank], strict=False)
     number = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
     if number is None:
@@ -216,73 +254,72 @@ def _different(said: Sequence[Any]) -> PlanError:
     )
 
 
-def _pieces(placement: TablePlacement) -> list[tuple[int, int, int]]:
-    """Range of columns, part of rows, owner."""
+def _rows_travel(table: SplitTable, lookup: Lookup, said: Sequence[Said], wanted: bool) -> bool:
+    """Whether rows travel, each once, and not sums: by what is fewer numbers for all ranks."""
+    if table.is_here or table.placement.travels == "sums":
+        return False
+    if table.placement.travels == "rows" or (wanted and lookup.mode == "rows"):
+        return True
+    ids, samples = sum(each.ids for each in said), sum(each.samples for each in said)
+    return ids < samples * table.most_parts
+
+
+def _pieces(each: LookedUp) -> list[tuple[int, int, int]]:
+    """Range of columns, part of rows, owner; none where nobody asks anybody."""
+    if each.table.is_here:
+        return []
     return [
         (number, part, owner)
-        for number, parts in enumerate(placement.owners)
+        for number, parts in enumerate(each.table.placement.owners)
         for part, owner in enumerate(parts)
     ]
 
 
-def _route(each: LookedUp) -> dict[int, Tensor | None]:
-    """By piece, which of this rank's ids go there; None: all."""
-    placement, ids = each.table.placement, each.lookup.ids
+def _route(each: LookedUp) -> list[Tensor | None]:
+    """By piece, which of this rank's keys go there; None: all."""
+    placement, found = each.table.placement, list[Tensor | None]()
     if each.table.is_here:
-        return {}
-    found: dict[int, Tensor | None] = {}
-    piece = 0
+        return found
     for number, parts in enumerate(placement.owners):
         if len(parts) == 1:
-            found[piece] = None
-        else:
-            part = parts_of_rows(placement, number, ids)
-            order = torch.sort(part, stable=True).indices
-            sizes = torch.bincount(part, minlength=len(parts)).tolist()
-            for offset, chosen in enumerate(order.split(sizes)):
-                found[piece + offset] = chosen
-        piece += len(parts)
+            found.append(None)
+            continue
+        part = parts_of_rows(placement, number, each.keys)
+        order = torch.sort(part, stable=True).indices
+        found += order.split(torch.bincount(part, minlength=len(parts)).tolist())
     return found
 
 
 def _counts(
-    wire: Wire,
-    found: Sequence[LookedUp],
-    routes: Sequence[Mapping[int, Tensor | None]],
-    said: Sequence[Sequence[tuple[int, int, int]]],
+    wire: Wire, found: Sequence[LookedUp], routes: Sequence[Sequence[Tensor | None]]
 ) -> list[list[int]]:
     """By asking rank and lookup, the ids that come here."""
-    cut = [n for n, each in enumerate(found) if _is_cut(each.table.placement)]
-    counts = [[rank[number][2] for number in range(len(found))] for rank in said]
-    if not cut:
+    # What each rank has said it has comes here whole where one rank has all rows.
+    open_ones = [n for n, x in enumerate(found) if x.table.most_parts > 1 or x.travel_rows]
+    counts = [[each.said[rank].ids for each in found] for rank in range(wire.size)]
+    if not open_ones:
         return counts
-    numbers = torch.zeros(wire.size, len(cut), dtype=torch.int64, device=wire.device)
-    for column, number in enumerate(cut):
-        owners = _pieces(found[number].table.placement)
-        for piece, ids in routes[number].items():
-            size = len(found[number].lookup.ids) if ids is None else len(ids)
-            numbers[owners[piece][2], column] = size
-    shape = ((len(cut),), torch.int64)
-    came = wire.swap([[row] for row in numbers.unbind()], [[shape]] * wire.size)
+    numbers = torch.zeros(wire.size, len(open_ones), dtype=torch.int64)
+    for column, number in enumerate(open_ones):
+        each = found[number]
+        for (_, _, owner), chosen in zip(_pieces(each), routes[number], strict=True):
+            numbers[owner, column] = len(each.keys) if chosen is None else len(chosen)
+    shape = ((len(open_ones),), torch.int64)
+    came = wire.swap([[row] for row in numbers.to(wire.device)], [[shape]] * wire.size)
     for rank, (row,) in enumerate(came):
-        for number, size in zip(cut, row.tolist(), strict=True):
+        for number, size in zip(open_ones, row.tolist(), strict=True):
             counts[rank][number] = size
     return counts
 
 
-def _is_cut(placement: TablePlacement) -> bool:
-    """Whether several ranks share the rows of some column."""
-    return placement.cut != "none" and any(len(parts) > 1 for parts in placement.owners)
-
-
-def _section(each: LookedUp, piece: int, chosen: Tensor | None) -> list[Tensor]:
+def _section(each: LookedUp, column: int, chosen: Tensor | None) -> list[Tensor]:
     """What goes to the owner of a piece."""
     lookup = each.lookup
-    number = _pieces(each.table.placement)[piece][0]
-    shared = len(each.table.placement.owners[number]) > 1
-    ids = lookup.ids if chosen is None else lookup.ids[chosen]
-    section = [ids.to(each.table.wire_ids)]
-    if shared:
+    keys = each.keys if chosen is None else each.keys[chosen]
+    section = [keys.to(each.table.wire_ids)]
+    if each.travel_rows:
+        return section
+    if len(each.table.placement.owners[column]) > 1:
         samples = lookup.sample_of_ids()
         here = samples if chosen is None else samples[chosen]
         section.append(torch.bincount(here, minlength=lookup.samples).to(torch.int32))
@@ -290,23 +327,24 @@ def _section(each: LookedUp, piece: int, chosen: Tensor | None) -> list[Tensor]:
             section.append(lookup.lengths.to(torch.int32))
     elif lookup.lengths is not None:
         section.append(lookup.lengths.to(torch.int32))
-    if lookup.weights is not None and not lookup.weights.requires_grad:
-        section.append(lookup.weights if chosen is None else lookup.weights[chosen])
+    if lookup.weights is not None and not lookup.learns_weights:
+        weights = lookup.weights
+        section.append(weights if chosen is None else weights[chosen])
     return section
 
 
-def _shapes(
-    each: LookedUp, own: tuple[int, int], size: int, samples: int, ragged: bool
-) -> list[Shape]:
+def _shapes(each: LookedUp, column: int, size: int, said: Said) -> list[Shape]:
     """Of a section that comes from a rank; as `_section` makes it."""
-    lookup = each.lookup
-    shared = len(each.table.placement.owners[own[0]]) > 1
+    lookup, ragged = each.lookup, said.each < 0
     shapes: list[Shape] = [((size,), each.table.wire_ids)]
+    if each.travel_rows:
+        return shapes
+    shared = len(each.table.placement.owners[column]) > 1
     if shared or ragged:
-        shapes.append(((samples,), torch.int32))
+        shapes.append(((said.samples,), torch.int32))
         if shared and ragged and lookup.mode == "mean":
-            shapes.append(((samples,), torch.int32))
-    if lookup.weights is not None and not lookup.weights.requires_grad:
+            shapes.append(((said.samples,), torch.int32))
+    if lookup.weights is not None and not lookup.learns_weights:
         shapes.append(((size,), lookup.weights.dtype))
     return shapes
 
@@ -314,46 +352,49 @@ def _shapes(
 def _take_in(
     wire: Wire,
     each: LookedUp,
-    route: Mapping[int, Tensor | None],
+    route: Sequence[Tensor | None],
     counts: Sequence[int],
     came: Sequence[Any],
-    lengths: Sequence[int],
 ) -> None:
-    """What has come for a lookup; `lengths`: by rank, ids of each sample, -1 if they differ."""
-    placement, lookup, device = each.table.placement, each.lookup, wire.device
+    """What has come for a lookup, from each rank so many ids."""
+    placement, lookup = each.table.placement, each.lookup
     if each.table.is_here:
-        everything = lookup.all_lengths()
-        each.asked = Asked(each.table.source.places(lookup.ids), everything, everything,
-                           lookup.weights, lookup.padding)  # fmt: skip
+        lengths = lookup.all_lengths()
+        places = each.rows.places(lookup.ids)
+        counted = None if each.counting[wire.rank] else torch.zeros_like(places, dtype=torch.bool)
+        each.asked = Asked(places, lengths, lengths, lookup.weights, lookup.padding, counted)
         return
     pieces = []
-    for piece, (number, _, owner) in enumerate(_pieces(placement)):
-        chosen = route[piece]
-        size = len(lookup.ids) if chosen is None else len(chosen)
+    for (number, _, owner), chosen in zip(_pieces(each), route, strict=True):
         known = list(counts) if owner == wire.rank else [0] * wire.size
-        known[wire.rank] = size
-        pieces.append(Piece(owner, placement.column_range(number), tuple(known)))
-    each.pieces, each.order = tuple(pieces), tuple(route[n] for n in range(len(pieces)))
+        known[wire.rank] = len(each.keys) if chosen is None else len(chosen)
+        pieces.append(Piece(owner, placement.column_range(number), tuple(known), chosen))
+    each.pieces = tuple(pieces)
     own = placement.piece_of(wire.rank)
     if own is None:
         return
     shared = len(placement.owners[own[0]]) > 1
     ids, here, totals, weights = [], [], [], []
-    for rank in range(wire.size):
+    for rank, said in enumerate(each.said):
         ids.append(next(came[rank]))
-        uniform = torch.full((each.samples[rank],), max(0, lengths[rank]), device=device)
-        ragged = lengths[rank] < 0
-        mine = next(came[rank]).long() if shared or ragged else uniform
-        here.append(mine)
-        if lookup.mode == "mean" and shared:
-            totals.append(next(came[rank]).long() if ragged else uniform)
-        else:
-            totals.append(mine)
-        if lookup.weights is not None and not lookup.weights.requires_grad:
+        if each.travel_rows:
+            continue
+        uniform = torch.full((said.samples,), max(0, said.each), device=wire.device)
+        ragged = said.each < 0
+        here.append(next(came[rank]).long() if shared or ragged else uniform)
+        if lookup.mode == "mean":
+            apart = shared and ragged
+            totals.append(next(came[rank]).long() if apart else uniform if shared else here[-1])
+        if lookup.weights is not None and not lookup.learns_weights:
             weights.append(next(came[rank]))
+    counted = None
+    if not all(each.counting):
+        marks = torch.tensor(each.counting, device=wire.device)
+        counted = marks.repeat_interleave(torch.tensor(counts, device=wire.device))
     each.asked = Asked(
-        each.table.source.places(torch.cat(ids)), torch.cat(here), torch.cat(totals),
-        torch.cat(weights) if weights else None, _padding_here(each, own),
+        each.rows.places(torch.cat(ids)), torch.cat(here) if here else None,
+        torch.cat(totals) if totals else None, torch.cat(weights) if weights else None,
+        _padding_here(each, own), counted,
     )  # fmt: skip
 
 
@@ -365,171 +406,4 @@ def _padding_here(each: LookedUp, own: tuple[int, int]) -> int | None:
     key = torch.tensor([padding])
     if len(placement.owners[own[0]]) > 1 and int(parts_of_rows(placement, own[0], key)) != own[1]:
         return None
-    return int(each.table.source.places(key.to(each.lookup.ids.device)))
-
-
-# What the owner of a piece makes of its rows; gradients of rows are collected until the end.
-
-
-class _Begin(Function):
-    """The tables of a round, for autograd."""
-
-    @staticmethod
-    def forward(ctx: Any, made: Round, tables: Any, sent: Any, *leaves: Tensor) -> Tensor:
-        ctx.made, ctx.tables, ctx.sent = made, tables, sent
-        return made.token.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, given: Tensor) -> tuple[Any, ...]:
-        made: Round = ctx.made
-        found: list[Tensor | None] = []
-        for name, table in ctx.tables.items():
-            uses = made.used.pop(name, [])
-            looked_up = any(each.lookup.table == name for each in made.found)
-            if not (looked_up and table.source.leaf.requires_grad):
-                found.append(None)
-                continue
-            rows, gradients = _row_gradients(table, uses)
-            if table.is_here:
-                rows, gradients = _of_all_ranks(made.wire, name, rows, gradients, ctx.sent)
-            found.append(table.source.gradient(rows, gradients))
-        return None, None, None, *found
-
-
-def _row_gradients(
-    table: SplitTable, uses: Sequence[tuple[LookedUp, tuple[Tensor, Tensor | None, Tensor | None]]]
-) -> tuple[Tensor, Tensor]:
-    """Rows that were used, ascending, each once, and the sum of what all uses give each.
-
-    Args:
-        uses: With the gradient [entries, columns], for each id the entry that it belongs to (None:
-            its own), and its factor.
-    """
-    values = table.source.values()
-    if not uses:
-        return (
-            torch.empty(0, dtype=torch.int64, device=values.device),
-            values.new_empty(0, values.shape[1]),
-        )
-    places, entries, factors, given = [], [], [], []
-    start = 0
-    for each, (gradient, entry, factor) in uses:
-        asked = each.asked
-        assert asked is not None
-        numbers = torch.arange(len(asked.places), device=values.device) if entry is None else entry
-        own = asked.places
-        if each.lookup.mode == "rows" and asked.padding is not None:
-            kept = own != asked.padding
-            own, numbers = own[kept], numbers[kept]
-            factor = None if factor is None else factor[kept]
-        places.append(own.long())
-        entries.append(numbers + start)
-        ones = torch.ones(len(own), dtype=gradient.dtype, device=gradient.device)
-        factors.append(ones if factor is None else factor)
-        given.append(gradient)
-        start += len(gradient)
-    plain = all(factor is None for _, (_, _, factor) in uses)
-    place, order = torch.sort(torch.cat(places), stable=True)
-    rows, sizes = torch.unique_consecutive(place, return_counts=True)
-    # A bag for each row that was used, of the gradients that it gets: nothing is expanded.
-    sums = F.embedding_bag(
-        torch.cat(entries)[order], torch.cat(given), sizes.cumsum(0) - sizes, mode="sum",
-        per_sample_weights=None if plain else torch.cat(factors)[order],
-    )  # fmt: skip
-    return rows, sums
-
-
-def _of_all_ranks(
-    wire: Wire, name: str, rows: Tensor, gradients: Tensor, sent: Counter[Any]
-) -> tuple[Tensor, Tensor]:
-    """Gradients of a table that all ranks have, summed over them in the order of ranks."""
-    if wire.size == 1:
-        return rows, gradients
-    counts = [n for (n,) in wire.gather([len(rows)])]
-    width = gradients.shape[1]
-    shapes: list[list[Shape]] = [
-        [((n,), rows.dtype), ((n, width), gradients.dtype)] for n in counts
-    ]
-    sent[name, "gradients"] += (rows.nbytes + gradients.nbytes) * (wire.size - 1)
-    came = wire.swap([[rows, gradients]] * wire.size, shapes)
-    place, order = torch.sort(torch.cat([part[0] for part in came]), stable=True)
-    found, sizes = torch.unique_consecutive(place, return_counts=True)
-    every = torch.cat([part[1] for part in came])
-    return found, F.embedding_bag(order, every, sizes.cumsum(0) - sizes, mode="sum")
-
-
-class _Pooled(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, token: Tensor, weights: Tensor | None, made: Round, each: LookedUp
-    ) -> Tensor:
-        asked = each.asked
-        assert asked is not None
-        ctx.made, ctx.each = made, each
-        ctx.save_for_backward(weights)
-        return F.embedding_bag(
-            asked.places, each.table.source.values(), asked.offsets(), mode="sum",
-            per_sample_weights=weights,
-        )  # fmt: skip
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, given: Tensor) -> tuple[Any, ...]:
-        (weights,) = ctx.saved_tensors
-        made, each = ctx.made, ctx.each
-        samples = each.asked.sample_of_ids()
-        given = given.contiguous()
-        if each.table.source.leaf.requires_grad:
-            use = (each, (given, samples, weights))
-            made.used.setdefault(each.lookup.table, []).append(use)
-        of_weights = None
-        if ctx.needs_input_grad[1]:
-            values = each.table.source.values()[each.asked.places.long()]
-            of_weights = (given[samples] * values).sum(1)
-        return given.new_empty(0), of_weights, None, None
-
-
-class _Rows(Function):
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, made: Round, each: LookedUp) -> Tensor:
-        asked = each.asked
-        assert asked is not None
-        ctx.made, ctx.each = made, each
-        return each.table.source.values().index_select(0, asked.places)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, given: Tensor) -> tuple[Any, ...]:
-        made, each = ctx.made, ctx.each
-        if each.table.source.leaf.requires_grad:
-            use = (each, (given.contiguous(), None, None))
-            made.used.setdefault(each.lookup.table, []).append(use)
-        return given.new_empty(0), None, None
-
-
-def pooled_here(made: Round, each: LookedUp, weights: Tensor | None) -> Tensor:
-    """The sums over this rank's rows [samples of all ranks, columns here]; of means the share.
-
-    Args:
-        weights: Of the ids that were asked here, where a gradient of them is wanted.
-    """
-    assert each.asked is not None
-    factors = each.asked.weights if weights is None else weights
-    sums: Tensor = _Pooled.apply(made.token, factors, made, each)  # type: ignore[no-untyped-call]
-    if each.lookup.mode != "mean":
-        return sums
-    assert each.asked.totals is not None
-    return sums / each.asked.totals.clamp(min=1).unsqueeze(1).to(sums.dtype)
-
-
-def rows_here(made: Round, each: LookedUp) -> Tensor:
-    """The rows of the ids that were asked here [ids, columns here]."""
-    found: Tensor = _Rows.apply(made.token, made, each)  # type: ignore[no-untyped-call]
-    return found
-
-
-def stretches(sizes: Sequence[int]) -> list[slice]:
-    """Stretches of these sizes, one behind the other."""
-    ends = list(accumulate(sizes))
-    return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    return int(each.rows.places(key.to(each.keys.device)))

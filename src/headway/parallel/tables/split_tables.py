@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,35 +15,64 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from headway.errors import PlanError, UsageError
+from headway.parallel.split_tensor import map_nested
+from headway.parallel.tables.lazy_lookups import LookupContext, taken
 from headway.parallel.tables.lookups import Lookup, bag_lookup, embedding_lookup
-from headway.parallel.tables.pending_sum import result_of
-from headway.parallel.tables.rounds import SplitTable, run_round
-from headway.parallel.tables.table_parts import TablePart, part_of_table, rows_of_part
+from headway.parallel.tables.rounds import Conversation, SplitTable
+from headway.parallel.tables.table_parts import RowSource, TablePart, part_of_table, rows_of_part
 from headway.parallel.tables.wire import Shape, Wire
 from headway.plans.tables import TablePlacement
 
 
-@dataclass(eq=False)
 class SplitTables:
     """The split tables of one model.
 
     Attributes:
         parts: Logical name of a parameter -> what this rank has of it.
         sent: Bytes that this rank has sent to others, by table and kind: "ids" (with lengths and
-            weights), "sums", "rows", "gradients".
+            weights), "sums", "rows", "gradients". Of sums over several tables the key names all;
+            "" and "samples": what samples are multiplied with has gone to where rows are.
     """
 
-    wire: Wire
-    parts: Mapping[str, TablePart]
-    sent: Counter[tuple[str, str]] = field(default_factory=Counter)
+    def __init__(self, wire: Wire, parts: Mapping[str, TablePart]) -> None:
+        self.parts = parts
+        tables = {name: SplitTable(part.placement, part) for name, part in parts.items()}
+        self._talk = Conversation(wire, tables)
+        self.context = LookupContext(self._talk)
 
-    def __post_init__(self) -> None:
-        self.tables = {name: SplitTable(part.placement, part) for name, part in self.parts.items()}
+    @property
+    def wire(self) -> Wire:
+        return self._talk.wire
 
-    def look_up(self, lookup: Lookup) -> Tensor:
-        """What a lookup gives; collective."""
-        made = run_round(self.wire, self.tables, [lookup], self.sent)
-        return result_of(made, made.found[0], self.sent)
+    @property
+    def sent(self) -> Counter[tuple[str, str]]:
+        return self._talk.sent
+
+    @property
+    def counting(self) -> bool:
+        """Whether rows that are looked up from now on count as used; if not, they get no gradient.
+
+        It may differ between ranks.
+        """
+        return self._talk.counting
+
+    @counting.setter
+    def counting(self, value: bool) -> None:
+        self._talk.counting = value
+
+    def add(self, name: str, source: RowSource, placement: TablePlacement) -> None:
+        """A table whose rows are elsewhere than in a parameter of the model; on all ranks alike."""
+        if name in self._talk.tables:
+            raise UsageError(f"there is a table {name} already", fix="Give it another name.")
+        self._talk.tables[name] = SplitTable(placement, source)
+
+    def look_up(self, lookup: Lookup) -> Any:
+        """What a lookup gives, to be used as a tensor; collective, sooner or later.
+
+        Returns:
+            [*lookup.shape], which no exchange waits for until a function of torch takes it.
+        """
+        return self.context.look_up(lookup)
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor of a table, in memory of its own.
@@ -159,7 +187,7 @@ def split_tables(
         placements: Logical name of a parameter -> where its pieces lie, in ranks of the group.
         group: The ranks that share the batch; None: the default one.
         touched: Names of tables whose gradient is left sparse, with the rows that were used, each
-            once and in order (`Tensor.is_coalesced`).
+            once and in order (`Tensor.is_coalesced`); asked anew in each backward pass.
 
     Raises:
         PlanError: A table that cannot be split, and why.
@@ -171,9 +199,7 @@ def split_tables(
     for name, modules in users.items():
         whole = modules[0]._parameters["weight"]
         assert whole is not None
-        parts[name] = part_of_table(
-            name, placements[name], wire.rank, whole, sparse=name in touched
-        )
+        parts[name] = part_of_table(name, placements[name], wire.rank, whole, touched)
     tables = SplitTables(wire, parts)
     for name, modules in users.items():
         for module in modules:
@@ -183,7 +209,18 @@ def split_tables(
             own = type(module)
             # `super()` in a derived class of the user's own must come to the lookup.
             module.__class__ = type(own.__name__, (kind,), {"__module__": own.__module__})
+    # What is computed before the first lookup has its gradients before those of tables are awaited.
+    model.register_forward_pre_hook(lambda *_: tables.context.begin())
+    model.register_forward_hook(lambda *call: _finished(tables, call[-1]), always_call=True)
     return tables
+
+
+def _finished(tables: SplitTables, result: Any) -> Any:
+    """What leaves the model, as tensors."""
+    try:
+        return map_nested(result, taken)
+    finally:
+        tables.context.end()
 
 
 def _users(

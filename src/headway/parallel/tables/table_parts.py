@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,26 +62,20 @@ def rows_of_part(placement: TablePlacement, number: int, part: int) -> Tensor:
     return every[hashed_parts(every, len(placement.owners[number])) == part]
 
 
-class RowSource(Protocol):
-    """The rows of a part: how exchanges read them and hand over their gradients.
+def rows_of(placement: TablePlacement, rank: int) -> Tensor:
+    """Logical numbers of the rows that a rank has, ascending, int64; of a table of fixed size."""
+    piece = placement.piece_of(rank)
+    return torch.arange(0) if piece is None else rows_of_part(placement, *piece)
 
-    A table of fixed size has them in a parameter; one that grows in a storage of its own.
 
-    Attributes:
-        name: Of the table, for messages.
-        leaf: What autograd is told that results depend on. Its gradient is what `gradient` returns.
-    """
-
-    name: str
-
-    @property
-    def leaf(self) -> Tensor: ...
+class RowRound(Protocol):
+    """The rows of a part while one batch goes through the model, forward and backward."""
 
     def places(self, keys: Tensor) -> Tensor:
-        """Where in `values()` the rows of keys are [as keys]; makes those that are missing."""
+        """Where in `values()` the rows of keys are [as keys]."""
 
     def values(self) -> Tensor:
-        """The rows [rows here, columns here], without gradients."""
+        """The rows [any number, columns here], without gradients."""
 
     def gradient(self, places: Tensor, gradients: Tensor) -> Tensor | None:
         """Take the gradients of the rows that were used.
@@ -90,8 +85,25 @@ class RowSource(Protocol):
             gradients: [used, columns here].
 
         Returns:
-            That of `leaf`, dense or sparse; None: it has been taken otherwise.
+            That of the source's leaf, dense or sparse; None: it has been taken otherwise.
         """
+
+
+class RowSource(Protocol):
+    """Where the rows of a part are: in a parameter, over memory tiers, in a table that grows.
+
+    Attributes:
+        name: Of the table, for messages.
+    """
+
+    name: str
+
+    @property
+    def leaf(self) -> Tensor:
+        """What autograd is told that results depend on; `RowRound.gradient` is its gradient."""
+
+    def open(self) -> RowRound:
+        """For the lookups of one batch; the same object, if several may be open as one."""
 
 
 @dataclass(eq=False)
@@ -103,8 +115,8 @@ class TablePart:
         parameter: [rows here, columns here]; no rows where it has no piece.
         rows: Logical numbers of the rows here, ascending, int64.
         columns: Those here; an empty range where it has no piece.
-        sparse: The gradient is left sparse and coalesced, with the rows that were used.
-        padding: Logical number of the row that gets no gradient, if any.
+        touched: Names of tables whose gradient is left sparse and coalesced, with the rows that
+            were used; it may change between steps.
     """
 
     name: str
@@ -112,7 +124,7 @@ class TablePart:
     parameter: nn.Parameter
     rows: Tensor
     columns: range
-    sparse: bool = False
+    touched: Container[str] = ()
 
     def __post_init__(self) -> None:
         self._numbers: Tensor | None = None
@@ -126,6 +138,9 @@ class TablePart:
     def leaf(self) -> Tensor:
         return self.parameter
 
+    def open(self) -> TablePart:
+        return self
+
     def values(self) -> Tensor:
         return self.parameter.detach()
 
@@ -136,7 +151,7 @@ class TablePart:
         return keys - first if first else keys
 
     def gradient(self, places: Tensor, gradients: Tensor) -> Tensor | None:
-        if self.sparse:
+        if self.name in self.touched:
             return torch.sparse_coo_tensor(
                 places.unsqueeze(0), gradients, self.parameter.shape,
                 is_coalesced=True, check_invariants=False,
@@ -152,7 +167,7 @@ class TablePart:
 
 
 def part_of_table(
-    name: str, placement: TablePlacement, rank: int, whole: nn.Parameter, *, sparse: bool
+    name: str, placement: TablePlacement, rank: int, whole: nn.Parameter, touched: Container[str]
 ) -> TablePart:
     """Cut out the part of a table that a rank has; `whole` is left as it is."""
     piece = placement.piece_of(rank)
@@ -162,9 +177,9 @@ def part_of_table(
         rows, columns = rows_of_part(placement, *piece), placement.column_range(piece[0])
     own = _cut_out(whole.detach(), placement, rows, columns)
     parameter = nn.Parameter(own, requires_grad=whole.requires_grad)
-    if sparse and parameter.requires_grad:
+    if parameter.requires_grad:
         parameter.register_post_accumulate_grad_hook(_coalesce)
-    return TablePart(name, placement, parameter, rows, columns, sparse)
+    return TablePart(name, placement, parameter, rows, columns, touched)
 
 
 def _cut_out(whole: Tensor, placement: TablePlacement, rows: Tensor, columns: range) -> Tensor:

@@ -1,4 +1,4 @@
-"""Messages of tensors from each rank to each other, all in one exchange, and what they weigh."""
+"""Messages of tensors from each rank to each other, all in one exchange."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 
 @dataclass(eq=False)
 class Flight:
-    """Messages under way. `work` None: they have arrived."""
+    """Messages under way; where `work` is None they have arrived."""
 
     work: dist.Work | None
     buffer: Tensor
@@ -28,7 +28,7 @@ class Flight:
     sent: Tensor  # must live until it has left
 
     def wait(self) -> list[list[Tensor]]:
-        """What came, by rank; each tensor in memory of its own."""
+        """What came, by rank, to be read only: tensors may share memory."""
         if self.work is not None:
             self.work.wait()
             self.work = None
@@ -37,9 +37,11 @@ class Flight:
         for shapes in self.expected:
             found.append([])
             for shape, dtype in shapes:
-                stop = start + prod(shape) * dtype.itemsize
-                # A copy is aligned, too, which a slice of bytes need not be.
-                found[-1].append(self.buffer[start:stop].clone().view(dtype).view(shape))
+                stop = start + prod(shape) * dtype.itemsize // self.buffer.itemsize
+                part = self.buffer[start:stop]
+                # A slice of bytes need not lie where a number of more bytes may; a copy does.
+                part = part if dtype == self.buffer.dtype else part.clone().view(dtype)
+                found[-1].append(part.view(shape))
                 start = stop
         return found
 
@@ -65,15 +67,37 @@ class Wire:
             parts: By rank, what goes to it.
             expected: By rank, what will come from it.
         """
-        sizes = [sum(x.nbytes for x in part) for part in parts]
-        coming = [sum(prod(shape) * dtype.itemsize for shape, dtype in s) for s in expected]
-        flat = [_bytes(x) for part in parts for x in part if x.numel()]
-        sent = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device=self.device)
+        dtypes = {x.dtype for part in parts for x in part}
+        dtypes |= {dtype for shapes in expected for _, dtype in shapes}
+        # Bytes travel: each rank may look at them as suits it.
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+        sizes = [sum(x.nbytes for x in part) // dtype.itemsize for part in parts]
+        coming = [
+            sum(prod(shape) * kind.itemsize for shape, kind in shapes) // dtype.itemsize
+            for shapes in expected
+        ]
+        sent = self._packed([x for part in parts for x in part], sum(sizes), dtype)
         if self.size == 1:
             return Flight(None, sent, expected, sent)
-        buffer = torch.empty(sum(coming), dtype=torch.uint8, device=self.device)
-        work = dist.all_to_all_single(buffer, sent, coming, sizes, group=self.group, async_op=True)
+        buffer = torch.empty(sum(coming), dtype=dtype, device=self.device)
+        work = dist.all_to_all_single(
+            buffer.view(torch.uint8), sent.view(torch.uint8),
+            [n * dtype.itemsize for n in coming], [n * dtype.itemsize for n in sizes],
+            group=self.group, async_op=True,
+        )  # fmt: skip
         return Flight(work, buffer, expected, sent)
+
+    def _packed(self, tensors: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
+        sent = torch.empty(size, dtype=dtype, device=self.device)
+        start = 0
+        for x in tensors:
+            stop = start + x.nbytes // dtype.itemsize
+            if x.dtype == dtype:
+                sent[start:stop].view(x.shape).copy_(x.detach())
+            else:
+                sent[start:stop] = x.detach().contiguous().view(-1).view(dtype)
+            start = stop
+        return sent
 
     def swap(
         self, parts: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Shape]]
@@ -88,8 +112,7 @@ class Wire:
             return [numbers.tolist()]
         found = [torch.empty_like(numbers) for _ in range(self.size)]
         dist.all_gather(found, numbers, group=self.group)
-        every: list[list[int]] = torch.stack(found).tolist()
-        return every
+        return [x.tolist() for x in found]
 
     def documents(self, own: object) -> list[Any]:
         """What each rank says, as JSON has it; collective."""
@@ -97,7 +120,3 @@ class Wire:
         sizes = [size for (size,) in self.gather([len(text)])]
         came = self.swap([[text]] * self.size, [[((size,), torch.uint8)] for size in sizes])
         return [parse_json(bytes(said.tolist())) for (said,) in came]
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.detach().contiguous().view(-1).view(torch.uint8)
