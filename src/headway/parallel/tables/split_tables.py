@@ -45,6 +45,11 @@ class SplitTables:
         return self._talk.wire
 
     @property
+    def tables(self) -> dict[str, SplitTable]:
+        """By name: where lookups find the rows that are here."""
+        return self._talk.tables
+
+    @property
     def sent(self) -> Counter[tuple[str, str]]:
         return self._talk.sent
 
@@ -187,7 +192,7 @@ def split_tables(
         placements: Logical name of a parameter -> where its pieces lie, in ranks of the group.
         group: The ranks that share the batch; None: the default one.
         touched: Names of tables whose gradient is left sparse, with the rows that were used, each
-            once and in order (`Tensor.is_coalesced`); asked anew in each backward pass.
+            once and in order (`Tensor.is_coalesced`); `TablePart.sparse`, which may change.
 
     Raises:
         PlanError: A table that cannot be split, and why.
@@ -199,7 +204,7 @@ def split_tables(
     for name, modules in users.items():
         whole = modules[0]._parameters["weight"]
         assert whole is not None
-        parts[name] = part_of_table(name, placements[name], wire.rank, whole, touched)
+        parts[name] = part_of_table(name, placements[name], wire.rank, whole, name in touched)
     tables = SplitTables(wire, parts)
     for name, modules in users.items():
         for module in modules:

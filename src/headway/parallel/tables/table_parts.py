@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -115,8 +114,8 @@ class TablePart:
         parameter: [rows here, columns here]; no rows where it has no piece.
         rows: Logical numbers of the rows here, ascending, int64.
         columns: Those here; an empty range where it has no piece.
-        touched: Names of tables whose gradient is left sparse and coalesced, with the rows that
-            were used; it may change between steps.
+        sparse: The gradient is left sparse and coalesced, with the rows that were used; it may
+            change between steps.
     """
 
     name: str
@@ -124,7 +123,7 @@ class TablePart:
     parameter: nn.Parameter
     rows: Tensor
     columns: range
-    touched: Container[str] = ()
+    sparse: bool = False
 
     def __post_init__(self) -> None:
         self._numbers: Tensor | None = None
@@ -151,7 +150,7 @@ class TablePart:
         return keys - first if first else keys
 
     def gradient(self, places: Tensor, gradients: Tensor) -> Tensor | None:
-        if self.name in self.touched:
+        if self.sparse:
             return torch.sparse_coo_tensor(
                 places.unsqueeze(0), gradients, self.parameter.shape,
                 is_coalesced=True, check_invariants=False,
@@ -167,7 +166,7 @@ class TablePart:
 
 
 def part_of_table(
-    name: str, placement: TablePlacement, rank: int, whole: nn.Parameter, touched: Container[str]
+    name: str, placement: TablePlacement, rank: int, whole: nn.Parameter, sparse: bool
 ) -> TablePart:
     """Cut out the part of a table that a rank has; `whole` is left as it is."""
     piece = placement.piece_of(rank)
@@ -179,7 +178,7 @@ def part_of_table(
     parameter = nn.Parameter(own, requires_grad=whole.requires_grad)
     if parameter.requires_grad:
         parameter.register_post_accumulate_grad_hook(_coalesce)
-    return TablePart(name, placement, parameter, rows, columns, touched)
+    return TablePart(name, placement, parameter, rows, columns, sparse)
 
 
 def _cut_out(whole: Tensor, placement: TablePlacement, rows: Tensor, columns: range) -> Tensor:

@@ -41,6 +41,9 @@ class TieredTable:
     def leaf(self) -> Tensor:
         return self.part.parameter
 
+    def open(self) -> TieredTable:
+        return self
+
     def values(self) -> Tensor:
         return self.rows.cache("")
 
