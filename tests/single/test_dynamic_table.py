@@ -19,22 +19,17 @@ from headway.nn.dynamic_initial import initial_rows
 from headway.nn.dynamic_storage import KeyIndex, RowStore, distinct
 from headway.optim import LAMB, RowWiseAdagrad
 from support import dynamic_reference as reference
+from support.dynamic_streams import (
+    DIM,
+    as_dict,
+    assert_rows,
+    initial,
+    pull,
+    random_bags,
+    tensors,
+)
 
-DIM = 3
 EDGES = [0, -1, 2**63 - 1, -(2**63), 2**62]
-
-
-def initial(key, seed=0):
-    return initial_rows(torch.tensor([key]), DIM, "uniform", 0.01, seed)[0].tolist()
-
-
-def exported(table):
-    """As a dict."""
-    return {
-        int(k): row.tolist()
-        for keys, rows in table.export(chunk=5)
-        for k, row in zip(keys, rows, strict=True)
-    }
 
 
 # Storage.
@@ -63,7 +58,7 @@ def test_a_table_does_what_a_dict_does(actions):
             read = table.lookup(asked).tolist()
             assert read == [model.get(k, [0.0] * DIM) for k in keys]
             assert [k in table for k in keys] == [k in model for k in keys]
-    assert exported(table) == model
+    assert as_dict(table) == model
     assert len(table) == len(model)
 
 
@@ -170,34 +165,8 @@ OPTIMIZERS = {
 }
 
 
-def random_bags(rng, number, keys=12, most=4):
-    bags = [
-        [rng.choice([*range(keys), 2**60]) for _ in range(rng.randrange(most))]
-        for _ in range(number)
-    ]
-    weights = [[rng.uniform(0.5, 2) for _ in bag] for bag in bags]
-    return bags, weights, [[rng.gauss(0, 1) for _ in range(DIM)] for _ in bags]
-
-
 def apply(bag, bags, weights=None):
-    flat = [w for bag in weights for w in bag] if weights else None
-    return bag(
-        torch.tensor([k for bag in bags for k in bag], dtype=torch.int64),
-        lengths=torch.tensor([len(bag) for bag in bags], dtype=torch.int64),
-        per_sample_weights=None if flat is None else torch.tensor(flat, dtype=torch.float64),
-    )
-
-
-def pull(vectors, given):
-    """Have a backward pass with these gradients of the vectors."""
-    (vectors * torch.tensor(given, dtype=torch.float64).reshape(-1, DIM)).sum().backward()
-
-
-def assert_equal(table, serial):
-    found = exported(table)
-    assert found.keys() == serial.rows.keys()
-    for key, row in serial.rows.items():
-        assert found[key] == pytest.approx(row, rel=1e-12, abs=1e-14)
+    return bag(**tensors(bags, weights))
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "sqrtn"])
@@ -218,7 +187,7 @@ def test_steps_equal_the_definition(name, mode):
         pull(vectors, given)
         optimizer.step()
         serial.step(reference.gradients_of_bags(bags, weights, given, mode))
-        assert_equal(bag.table, serial)
+        assert_rows(as_dict(bag.table), serial)
 
 
 @pytest.mark.parametrize("micro", [1, 2, 3])
@@ -238,7 +207,7 @@ def test_admission_and_eviction_are_rules_of_the_stream(admit, evict, micro):
             pull(0.25 * vectors + 0.75 * again, given[part::micro])
         optimizer.step()
         serial.step(reference.gradients_of_bags(bags, weights, given))
-        assert_equal(bag.table, serial)
+        assert_rows(as_dict(bag.table), serial)
         assert len(bag.table) == len(serial.rows)
     if evict:
         assert bag.table._rows.high < 41  # row numbers are used again
@@ -299,7 +268,7 @@ def test_an_empty_bag_has_zeros_or_the_vector_of_the_default():
     torch.testing.assert_close(found[1], bag.table.lookup(torch.tensor(4)))
     found.sum().backward()
     optimizer.step()
-    assert sorted(exported(bag.table)) == [4, 5, 9]
+    assert sorted(as_dict(bag.table)) == [4, 5, 9]
     assert DynamicEmbeddingBag(DIM, default_id=9)(torch.empty(0, 2, dtype=torch.int64)).shape == (
         0,
         DIM,
@@ -332,7 +301,7 @@ def test_two_modules_share_a_table_and_copies_do_not():
     optimizer.step()
     moved = {
         k: [b - a for a, b in zip(initial(k), row, strict=True)]
-        for k, row in exported(one.table).items()
+        for k, row in as_dict(one.table).items()
     }
     assert moved == {
         k: pytest.approx([-0.5 * by] * DIM) for k, by in {1: 1, 2: 1.5, 3: 0.5}.items()
@@ -371,10 +340,10 @@ def test_a_saved_table_goes_on_as_if_nothing_had_been(way):
         again.load_state_dict(state)
     continued = torch.optim.Adam(again.parameters())
     continued.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert exported(again.table) == exported(bag.table)
+    assert as_dict(again.table) == as_dict(bag.table)
     for each, own in ((bag, optimizer), (again, continued)):
         train(each, own, 9, start=9)
-    assert exported(again.table) == exported(bag.table)
+    assert as_dict(again.table) == as_dict(bag.table)
 
 
 def test_a_state_of_another_law_is_refused():
@@ -402,7 +371,7 @@ def test_a_step_that_is_left_out_leaves_no_trace():
         bag(torch.tensor([[2]])).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert list(exported(bag.table)) == [2]
+    assert list(as_dict(bag.table)) == [2]
 
 
 def test_gradients_can_be_clipped():
@@ -412,7 +381,7 @@ def test_gradients_can_be_clipped():
     norm = nn.utils.clip_grad_norm_(bag.parameters(), 1.0)
     assert norm.item() == pytest.approx((4 * DIM + DIM) ** 0.5)
     optimizer.step()
-    moved = [a - b for a, b in zip(initial(1), exported(bag.table)[1], strict=True)]
+    moved = [a - b for a, b in zip(initial(1), as_dict(bag.table)[1], strict=True)]
     assert moved == pytest.approx([2 / norm.item()] * DIM, rel=1e-5)
 
 

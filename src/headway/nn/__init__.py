@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from headway.nn.cross import CrossLayer, CrossLayerV2
     from headway.nn.dots import PairwiseDots
     from headway.nn.dynamic_bag import DynamicEmbeddingBag
+    from headway.nn.dynamic_split import split_dynamic_tables
     from headway.nn.dynamic_table import DynamicTable
     from headway.nn.factorization import FactorizationMachine, FieldAwareFactorizationMachine
 
@@ -20,6 +21,7 @@ _HOMES = {
     "cross": "CrossLayer CrossLayerV2",
     "dots": "PairwiseDots",
     "dynamic_bag": "DynamicEmbeddingBag",
+    "dynamic_split": "split_dynamic_tables",
     "dynamic_table": "DynamicTable",
     "factorization": "FactorizationMachine FieldAwareFactorizationMachine",
 }
@@ -32,6 +34,7 @@ __all__ = [
     "FactorizationMachine",
     "FieldAwareFactorizationMachine",
     "PairwiseDots",
+    "split_dynamic_tables",
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -14,10 +15,31 @@ from headway.keywords import checks_keywords
 from headway.nn.dynamic_initial import Distribution
 from headway.nn.dynamic_table import DynamicTable, LookedUpRows, checked_keys
 from headway.nn.row_moves import take_rows
+from headway.parallel.tables.lookups import Lookup
 
 Combiner = Literal["sum", "mean", "sqrtn"]
 """sum: of weight times vector. mean: that, divided by the sum of the weights. sqrtn: divided by
 the square root of the sum of their squares. Without weights all of them are 1."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Bags:
+    """Bags in one form.
+
+    Attributes:
+        keys: int64 [keys], of one bag after the other.
+        sizes: int64 [bags].
+        weights: [keys], of the table's type.
+    """
+
+    keys: Tensor
+    sizes: Tensor
+    weights: Tensor | None
+
+    def owners(self) -> Tensor:
+        """The bag of each key, int64 [keys]."""
+        numbers = torch.arange(len(self.sizes), device=self.sizes.device)
+        return numbers.repeat_interleave(self.sizes)
 
 
 @checks_keywords
@@ -97,19 +119,51 @@ class DynamicEmbeddingBag(nn.Module):
             DataError: Keys that are no integers, offsets that fall, negative lengths, weights that
                 are not finite.
         """
+        if (tables := self.table.tables) is None:
+            bags = self._bags(keys, offsets, lengths, per_sample_weights)
+            starts = bags.sizes.cumsum(0) - bags.sizes
+            sums = self._sums(bags.keys, starts, bags.sizes, bags.weights)
+            return sums if self.mode == "sum" else sums / self._divisor(bags, sums.dtype)
+        name, dim = self.table.name, self.table.dim
+        try:
+            bags = self._bags(keys, offsets, lengths, per_sample_weights)
+        except DataError as error:
+            # All ranks are to hear of it, not one alone.
+            none = torch.empty(0, dtype=torch.int64, device=self.table.weight.device)
+            shape = torch.Size((0, dim))
+            return tables.look_up(
+                Lookup(name, "sum", none, 0, shape, problem=" ".join([error.what, error.why]))
+            )
+        mode, weights = self._shares(bags)
+        return tables.look_up(
+            Lookup(
+                name, mode, bags.keys, len(bags.sizes), torch.Size((len(bags.sizes), dim)),
+                bags.sizes, weights=weights,
+            )
+        )  # fmt: skip
+
+    def _bags(
+        self, keys: Any, offsets: Tensor | None, lengths: Tensor | None, weights: Tensor | None
+    ) -> _Bags:
+        """The bags in one form; raises if they have none."""
         flat = checked_keys(keys)
         sizes = _sizes(flat, offsets, lengths)
-        flat = flat.reshape(-1)
-        weights = _weights(keys, per_sample_weights)
-        if self.default_id is not None:
-            flat, sizes, weights = _filled(flat, sizes, weights, self.default_id)
-        starts = sizes.cumsum(0) - sizes
-        sums = self._sums(flat, starts, sizes, weights)
-        return sums if self.mode == "sum" else sums / self._divisor(sizes, weights, sums)
+        factors = _weights(keys, weights)
+        if factors is not None:
+            factors = factors.to(self.table.weight.dtype)
+        bags = _Bags(flat.reshape(-1), sizes, factors)
+        return bags if self.default_id is None else _filled(bags, self.default_id)
+
+    def _shares(self, bags: _Bags) -> tuple[Literal["sum", "mean"], Tensor | None]:
+        """Combiner and weights that mean the same where only part of a bag is."""
+        if self.mode == "sum" or (self.mode == "mean" and bags.weights is None):
+            return self.mode, bags.weights
+        dtype = self.table.weight.dtype
+        by_bag = 1 / self._divisor(bags, dtype).squeeze(1)
+        shares = by_bag.index_select(0, bags.owners())
+        return "sum", shares if bags.weights is None else bags.weights * shares
 
     def _sums(self, keys: Tensor, starts: Tensor, sizes: Tensor, weights: Tensor | None) -> Tensor:
-        if weights is not None:
-            weights = weights.to(self.table.weight.dtype)
         if not self.table.learns:
             rows, places = self.table.places(keys)
             return functional.embedding_bag(
@@ -122,14 +176,14 @@ class DynamicEmbeddingBag(nn.Module):
         )
         return sums
 
-    def _divisor(self, sizes: Tensor, weights: Tensor | None, sums: Tensor) -> Tensor:
+    def _divisor(self, bags: _Bags, dtype: torch.dtype) -> Tensor:
         """[bags, 1]; 1 for empty bags."""
+        sizes, weights = bags.sizes, bags.weights
         if weights is None:
-            total = sizes.clamp(min=1).to(sums.dtype)
+            total = sizes.clamp(min=1).to(dtype)
         else:
-            bags = torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
-            terms = (weights if self.mode == "mean" else weights.square()).to(sums.dtype)
-            total = sums.new_zeros(len(sizes)).index_add(0, bags, terms)
+            terms = (weights if self.mode == "mean" else weights.square()).to(dtype)
+            total = terms.new_zeros(len(sizes)).index_add(0, bags.owners(), terms)
             total = torch.where(sizes == 0, 1, total)
         return (total if self.mode == "mean" else total.sqrt()).unsqueeze(1)
 
@@ -266,17 +320,16 @@ def _weights(keys: Tensor, weights: Tensor | None) -> Tensor | None:
     return weights.reshape(-1)
 
 
-def _filled(
-    keys: Tensor, sizes: Tensor, weights: Tensor | None, default: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _filled(bags: _Bags, default: int) -> _Bags:
     """With one key of weight 1 in each empty bag."""
-    empty = sizes == 0
+    empty = bags.sizes == 0
     if not bool(empty.any()):
-        return keys, sizes, weights
-    filled = sizes.clamp(min=1)
-    owners = torch.arange(len(sizes), device=keys.device).repeat_interleave(filled)
+        return bags
+    weights = bags.weights
+    filled = _Bags(bags.keys, bags.sizes.clamp(min=1), None)
+    owners = filled.owners()
     real = ~empty[owners]
-    more = torch.full_like(owners, default).masked_scatter(real, keys)
+    keys = torch.full_like(owners, default).masked_scatter(real, bags.keys)
     if weights is not None:
         weights = weights.new_ones(len(owners)).masked_scatter(real, weights)
-    return more, filled, weights
+    return _Bags(keys, filled.sizes, weights)

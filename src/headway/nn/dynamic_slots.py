@@ -60,6 +60,25 @@ class RowSlots:
                 whole = self._whole.pop(name, part.new_empty(0, *initial.shape))
                 state[name] = _fitted(whole, initial, room).index_copy_(0, rows, part)
 
+    def entries(self, optimizer: Optimizer, rows: Tensor) -> dict[str, Tensor]:
+        """What is kept of rows, by name; of what the optimiser has not begun, nothing."""
+        state = optimizer.state[self._parameter]
+        return {
+            name: _fitted(state[name], initial, int(rows.max()) + 1).index_select(0, rows)
+            for name, initial in self.initial.items()
+            if isinstance(state.get(name), Tensor)
+        }
+
+    def enter(
+        self, optimizer: Optimizer, rows: Tensor, entries: Mapping[str, Tensor], room: int
+    ) -> None:
+        """Set what is kept of rows."""
+        state = optimizer.state[self._parameter]
+        for name, entry in entries.items():
+            initial = self.initial[name]
+            whole = state.get(name, entry.new_empty(0, *initial.shape))
+            state[name] = _fitted(whole, initial, room).index_copy_(0, rows, entry)
+
     def restore(self, optimizer: Optimizer) -> None:
         """After a step that has raised an exception: the whole, as it was."""
         optimizer.state[self._parameter].update(self._whole)

@@ -9,7 +9,7 @@ several passes per step, and steps that are left out, need no rules of their own
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,8 @@ from headway.nn.dynamic_initial import Distribution, initial_rows
 from headway.nn.dynamic_slots import RowSlots
 from headway.nn.dynamic_storage import RowStore, distinct
 from headway.nn.row_moves import put_rows, take_rows
+from headway.parallel.tables.split_tables import SplitTables
+from headway.parallel.tables.table_parts import hashed_parts
 
 
 @dataclass(eq=False)
@@ -74,6 +76,7 @@ class DynamicTable(nn.Module):
 
     Attributes:
         weight: What an optimiser steps: [0, dim], between backward and step [touched, dim].
+        name: In the model, if the table is split over ranks.
         clock: Steps so far.
 
     Raises:
@@ -113,6 +116,8 @@ class DynamicTable(nn.Module):
         if evict_after is not None:
             self._rows.add_column("last", (), torch.int64)
         self._waiting = self._new_waiting()
+        self.name = type(self).__name__
+        self._tables: SplitTables | None = None
         self._step: _Step | None = None
         self._stepping: _Step | None = None
         # A state that is saved or loaded between backward and step has no touched rows.
@@ -139,8 +144,10 @@ class DynamicTable(nn.Module):
 
         Raises:
             DataError: Keys are no integers.
+            UsageError: Of a table that is split, a key of another rank; so for all of this class.
         """
         flat = checked_keys(keys).reshape(-1)
+        self._check_here(flat)
         return self._read(flat)[1].reshape(*keys.shape, self.dim)
 
     def __contains__(self, key: object) -> bool:
@@ -163,6 +170,7 @@ class DynamicTable(nn.Module):
                 f"rows {list(values.shape)} for keys {list(keys.shape)}",
                 why=f"There must be one key for each row, and rows have {self.dim} columns.",
             )
+        self._check_here(keys)
         unique, inverse = torch.unique(keys.long(), return_inverse=True)
         last = torch.zeros(len(unique), dtype=torch.int64, device=keys.device)
         last.scatter_reduce_(0, inverse, torch.arange(len(keys), device=keys.device), "amax")
@@ -175,7 +183,8 @@ class DynamicTable(nn.Module):
         Raises:
             DataError: Keys are no integers.
         """
-        unique = torch.unique(checked_keys(keys).long())
+        unique = torch.unique(checked_keys(keys))
+        self._check_here(unique)
         there = int((self._find(unique) >= 0).sum())
         self._rows.remove(unique)
         self._waiting.remove(unique)
@@ -192,6 +201,49 @@ class DynamicTable(nn.Module):
                 kept = ~self._old(self._rows, rows)
                 keys, rows = keys[kept], rows[kept]
             yield keys, self._rows.columns["values"].index_select(0, rows)
+
+    # On several ranks.
+
+    def split(self, name: str, tables: SplitTables) -> None:
+        """Keep the keys that are this rank's, and look others up where they are.
+
+        Args:
+            name: Of this table in the model, equal on all ranks.
+            tables: Those that exchange lookups.
+        """
+        self.name, self._tables = name, tables
+        for store in (self._rows, self._waiting):
+            for keys, _ in list(store.index.chunks()):
+                store.remove(keys[~self.is_here(keys)])
+
+    @property
+    def tables(self) -> SplitTables | None:
+        """Those that exchange its lookups with other ranks."""
+        return self._tables
+
+    def is_here(self, keys: Tensor) -> Tensor:
+        """bool [n]: which keys are this rank's."""
+        if self._tables is None:
+            return torch.ones(len(keys), dtype=torch.bool, device=keys.device)
+        wire = self._tables.wire
+        return hashed_parts(keys, wire.size) == wire.rank
+
+    def _check_here(self, keys: Tensor) -> None:
+        if self._tables is None or bool((here := self.is_here(keys)).all()):
+            return
+        key, wire = int(keys[~here][0]), self._tables.wire
+        raise UsageError(
+            f"key {key} of {self.name} is not on rank {wire.rank}",
+            why=f"Its row is on rank {int(hashed_parts(keys[~here][:1], wire.size))}, as its hash "
+            "says.",
+            fix="Give each rank the keys that are its own (`table.is_here(keys)`), or look up with "
+            "the module.",
+        )
+
+    @property
+    def leaf(self) -> Tensor:
+        """`weight`, as `RowSource` calls it."""
+        return self.weight
 
     # What a pass reads.
 
@@ -334,9 +386,7 @@ class DynamicTable(nn.Module):
         step = self._stepping = self._step
         if step is None:
             return
-        if optimizer not in self._slots:
-            self._slots[optimizer] = RowSlots(optimizer, self.weight, type(self).__name__)
-        self._slots[optimizer].take(optimizer, step.rows, self._rows.room)
+        self._slots_of(optimizer).take(optimizer, step.rows, self._rows.room)
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer) -> None:
@@ -391,6 +441,92 @@ class DynamicTable(nn.Module):
         self._waiting.columns["seen"][places] += 1
         self._waiting.columns["last"][places] = self.clock
 
+    # In pieces.
+
+    @torch.no_grad()
+    def pieces(
+        self, optimizer: Optimizer | None = None, chunk: int = 1 << 20
+    ) -> Iterator[dict[str, Tensor]]:
+        """All that this rank has, in pieces of bounded memory, for another number of ranks too.
+
+        Args:
+            optimizer: Whose state is to be among them.
+            chunk: Keys of a piece at most.
+
+        Yields:
+            Tensors by name. What belongs to a table as a whole is in each; "rows.*" and "waiting.*"
+            have an entry for each key, of which one piece has some.
+        """
+        whole = {"clock": torch.tensor(self.clock), "law": _as_numbers(self._law())}
+        slots = None
+        if optimizer is not None:
+            slots = self._slots_of(optimizer)
+            state = optimizer.state[self.weight]
+            whole |= {
+                f"state.{name}": value.clone()
+                for name, value in state.items()
+                if isinstance(value, Tensor) and name not in slots.initial
+            }
+        yield whole
+        for name, store in (("rows", self._rows), ("waiting", self._waiting)):
+            for keys, rows in store.index.chunks(chunk):
+                if self.evict_after is not None:
+                    kept = ~self._old(store, rows)
+                    keys, rows = keys[kept], rows[kept]
+                if not len(keys):
+                    continue
+                piece = {f"{name}.{key}": take_rows(v, rows) for key, v in store.columns.items()}
+                if slots is not None and optimizer is not None and store is self._rows:
+                    entries = slots.entries(optimizer, rows)
+                    piece |= {f"rows.slots.{key}": value for key, value in entries.items()}
+                yield whole | piece | {f"{name}.keys": keys}
+
+    @torch.no_grad()
+    def take_piece(self, piece: Mapping[str, Tensor], optimizer: Optimizer | None = None) -> None:
+        """Take over what is this rank's of a piece; each rank is given the pieces of all.
+
+        Args:
+            optimizer: That is to have its state from it.
+
+        Raises:
+            CheckpointMismatch: It is of a table with another law of its rows.
+        """
+        law = bytes(piece["law"].tolist()).decode()
+        if law != repr(self._law()):
+            raise self._mismatch(law)
+        self.clock = int(piece["clock"])
+        slots = None if optimizer is None else self._slots_of(optimizer)
+        if optimizer is not None:
+            optimizer.state[self.weight].update(
+                {k[6:]: v.clone() for k, v in piece.items() if k.startswith("state.")}
+            )
+        for name, store in (("rows", self._rows), ("waiting", self._waiting)):
+            if f"{name}.keys" not in piece:
+                continue
+            here = self.is_here(piece[f"{name}.keys"])
+            own = {k.removeprefix(f"{name}."): v[here].to(self._device) for k, v in piece.items()
+                   if k.startswith(f"{name}.")}  # fmt: skip
+            keys = own.pop("keys")
+            store.remove(keys)
+            rows = store.make(keys)
+            for key in store.columns:
+                put_rows(store.columns[key], rows, own[key].to(store.columns[key].dtype))
+            if slots is not None and optimizer is not None and store is self._rows:
+                entries = {k[6:]: v for k, v in own.items() if k.startswith("slots.")}
+                slots.enter(optimizer, rows, entries, store.room)
+
+    def _slots_of(self, optimizer: Optimizer) -> RowSlots:
+        if optimizer not in self._slots:
+            self._slots[optimizer] = RowSlots(optimizer, self.weight, self.name)
+        return self._slots[optimizer]
+
+    def _mismatch(self, law: object) -> CheckpointMismatch:
+        return CheckpointMismatch(
+            f"a table of {law} cannot be loaded into one of {self._law()}",
+            why="Keys without a row would have other values than in the run that saved it.",
+            fix="Make the table with the arguments with which it was saved.",
+        )
+
     # As a module.
 
     def get_extra_state(self) -> dict[str, Any]:
@@ -411,11 +547,7 @@ class DynamicTable(nn.Module):
             CheckpointMismatch: It is of a table with another law of its rows.
         """
         if state["law"] != self._law():
-            raise CheckpointMismatch(
-                f"a table of {state['law']} cannot be loaded into one of {self._law()}",
-                why="Keys without a row would have other values than in the run that saved it.",
-                fix="Make the table with the arguments with which it was saved.",
-            )
+            raise self._mismatch(state["law"])
         self.clock = state["clock"]
         self._forget_step()
         stores = []
@@ -458,9 +590,10 @@ class LookedUpRows:
 
     def __init__(self, table: DynamicTable) -> None:
         self._table = table
-        self._keys: list[Tensor] = []
-        self._rows: list[Tensor] = []
-        self._values: list[Tensor] = []
+        self._learns = table.learns
+        none = torch.empty(0, dtype=torch.int64, device=table.weight.device)
+        self._keys, self._rows = [none], [none]
+        self._values = [table.weight.detach()[:0]]
         self._count = 0
         self._several = False
         self.first = torch.empty(0, dtype=torch.int64)
@@ -470,10 +603,9 @@ class LookedUpRows:
         self.first, inverse = distinct(keys)
         own = keys.index_select(0, self.first)
         rows, values = self._table._read(own)
-        self._keys.append(own)
-        self._rows.append(rows)
-        self._values.append(values)
         start = self._count
+        for held, new in ((self._keys, own), (self._rows, rows), (self._values, values)):
+            held[:] = [*held, new] if start else [new]
         self._several = self._several or start > 0
         self._count += len(own)
         return inverse + start if start else inverse
@@ -489,6 +621,8 @@ class LookedUpRows:
             places: int64 [used], ascending, each once.
             gradients: [used, dim].
         """
+        if not self._learns:
+            return
         keys, rows, values = self._one(self._keys), self._one(self._rows), self.values()
         if len(places) < self._count:
             keys, rows, values = keys[places], rows[places], values[places]
@@ -500,7 +634,7 @@ class LookedUpRows:
 
     @staticmethod
     def _one(parts: list[Tensor]) -> Tensor:
-        if len(parts) > 1:
+        if len(parts) != 1:
             parts[:] = [torch.cat(parts)]
         return parts[0]
 
@@ -530,6 +664,11 @@ def _leave_out_touched(table: nn.Module, state: dict[str, Any], prefix: str, _: 
 def _forget_touched(table: nn.Module, *_: Any) -> None:
     assert isinstance(table, DynamicTable)
     table._forget_step()
+
+
+def _as_numbers(law: Mapping[str, Any]) -> Tensor:
+    """A text that a tensor can carry."""
+    return torch.tensor(list(repr(law).encode()), dtype=torch.uint8)
 
 
 def _check(name: str, value: object, legal: bool, wanted: str) -> None:
