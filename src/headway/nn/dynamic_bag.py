@@ -124,23 +124,23 @@ class DynamicEmbeddingBag(nn.Module):
             starts = bags.sizes.cumsum(0) - bags.sizes
             sums = self._sums(bags.keys, starts, bags.sizes, bags.weights)
             return sums if self.mode == "sum" else sums / self._divisor(bags, sums.dtype)
+        found: Tensor = tables.look_up(self._lookup(keys, offsets, lengths, per_sample_weights))
+        return found
+
+    def _lookup(
+        self, keys: Any, offsets: Tensor | None, lengths: Tensor | None, weights: Tensor | None
+    ) -> Lookup:
+        """What is asked of all ranks; a problem is a part of it, so that all of them hear of it."""
         name, dim = self.table.name, self.table.dim
         try:
-            bags = self._bags(keys, offsets, lengths, per_sample_weights)
+            bags = self._bags(keys, offsets, lengths, weights)
         except DataError as error:
-            # All ranks are to hear of it, not one alone.
             none = torch.empty(0, dtype=torch.int64, device=self.table.weight.device)
-            shape = torch.Size((0, dim))
-            return tables.look_up(
-                Lookup(name, "sum", none, 0, shape, problem=" ".join([error.what, error.why]))
-            )
-        mode, weights = self._shares(bags)
-        return tables.look_up(
-            Lookup(
-                name, mode, bags.keys, len(bags.sizes), torch.Size((len(bags.sizes), dim)),
-                bags.sizes, weights=weights,
-            )
-        )  # fmt: skip
+            problem = " ".join([error.what, error.why])
+            return Lookup(name, "sum", none, 0, torch.Size((0, dim)), problem=problem)
+        mode, factors = self._shares(bags)
+        shape = torch.Size((len(bags.sizes), dim))
+        return Lookup(name, mode, bags.keys, len(bags.sizes), shape, bags.sizes, weights=factors)
 
     def _bags(
         self, keys: Any, offsets: Tensor | None, lengths: Tensor | None, weights: Tensor | None
