@@ -23,6 +23,14 @@ MIXED = (
 )
 
 
+SOME = (
+    TableSplit(tables="users", way="hash", ranks=(2, 0)),
+    TableSplit(tables="items", way="column", ranks=(1, 2), columns=2),
+    TableSplit(way="row", ranks=(1, 0)),
+)
+"""Of three ranks each table lies on two."""
+
+
 def train(world, case, make, tables, batch, clip, length, kept):
     torch.manual_seed(SEED)
     model = getattr(table_recipes, case)().double()
@@ -89,6 +97,9 @@ def test_split_tables_are_the_serial_run(ranks, tables):
         ("row", "Tied", "adam"),
         (MIXED, "FrozenTable", "adagrad"),
         ("hash", "OnlyTables", "adagrad"),
+        ("row", "Recommender", "row_wise"),
+        ("column", "Recommender", "row_wise"),
+        (SOME, "Recommender", "row_wise"),
         ("row", "Sparse", "sparse_adam"),
         ("hash", "Sparse", "sparse_adam"),
     ],
@@ -97,7 +108,7 @@ def test_optimisers_and_models(tables, case, make):
     # A ragged last batch of one sample: two ranks have none.
     length = 40 if make == "sparse_adam" else 41
     found = compare(3, tables, case=case, make=make, length=length, microbatch=2)
-    wanted = make in ("sgd", "adagrad", "sparse_adam", "grouped")
+    wanted = make in ("sgd", "adagrad", "sparse_adam", "grouped", "row_wise")
     for _, _, _, sparse, _ in found:
         assert set(sparse.values()) == {wanted}
 

@@ -7,6 +7,8 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from headway import Recipe
+from headway.optim import RowWiseAdagrad
+from headway.optim.row_wise import tables_by_row
 
 USERS, ITEMS, TAGS, WIDTH = 23, 11, 7, 6
 
@@ -125,6 +127,10 @@ def grouped(model):
     return torch.optim.SGD(
         [{"params": rest, "lr": 0.1, "momentum": 0.9}, {"params": tables, "lr": 0.4}]
     )
+
+
+def row_wise(model):
+    return RowWiseAdagrad(tables_by_row(model), lr=0.1)
 
 
 def sparse_adam(model):

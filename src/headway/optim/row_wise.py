@@ -64,8 +64,8 @@ class RowWiseAdagrad(Optimizer):
         by_row = group["by_row"] and parameter.dim() > 1
         state = self.state[parameter]
         if not state:
-            of_rows = parameter.flatten(1)[:, 0] if by_row else parameter
-            state["sum"] = torch.zeros_like(of_rows, memory_format=torch.contiguous_format)
+            # By rows also where a rank has none of a table, and no columns.
+            state["sum"] = parameter.new_zeros(parameter.shape[: 1 if by_row else None])
         sums: Tensor = state["sum"]
         rate, eps = group["lr"], group["eps"]
         if gradient.is_sparse:

@@ -29,6 +29,7 @@ from headway.parallel.tables.table_parts import parts_of_rows
 from headway.plans import Plan
 from headway.plans.tables import TablePlacement, even_range, place_tables
 from headway.run.distributed.process_groups import find_nodes
+from headway.run.strategy.row_sums import share_row_sums, shares_row_sums, whole_of_rows
 
 if TYPE_CHECKING:
     from headway.run.distributed.world import World
@@ -120,7 +121,7 @@ class TableLayout:
         }
         modules = table_modules(model)
         self._wants_sparse = {name for name in placed if modules[name].sparse}
-        self._names = {p: name for name, p in model.named_parameters()}
+        self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         self._check_laws()
         timeout = timedelta(seconds=world.timeout_seconds) if world.store is not None else None
         # A group of its own: gradients are summed on others while backward looks rows up.
@@ -143,7 +144,11 @@ class TableLayout:
                     if own:
                         self._optimizer.state[new] = own
         self.adopt(model)
+        share_row_sums(self._optimizer, self.tables.wire, self.placements, self._name_of)
         model.register_state_dict_pre_hook(_refuse_state_dict)
+
+    def _name_of(self, parameter: Tensor) -> str | None:
+        return self._names.get(parameter)
 
     def adopt(self, model: nn.Module) -> None:
         """The model's parameters have been replaced."""
@@ -267,7 +272,7 @@ class TableLayout:
                     f"{name}: the update of a row depends on other rows of the table (a norm, or "
                     "factors of it), and those lie on other ranks"
                 )
-            elif len(placed.owners) > 1 and not law.columns:
+            elif len(placed.owners) > 1 and not (law.columns or self._shares_rows(name)):
                 yield (
                     f"{name}: the update of an entry depends on other columns of its row, and "
                     'those lie on other ranks; way = "row" or "hash" keeps a row together'
@@ -305,6 +310,9 @@ class TableLayout:
         if not self._is_boxed(name) or not tensor.dim():
             return full_tensor_of(tensor)
         assert self.tables is not None
+        placed = self.placements[name]
+        if tensor.dim() == 1 and len(placed.owners) > 1 and self._shares_rows(name):
+            return whole_of_rows(self.tables.wire, placed, tensor)
         return self.tables.whole(name, tensor)
 
     def saved(self, name: str, tensor: Tensor) -> Tensor:
@@ -333,13 +341,16 @@ class TableLayout:
         local = torch.empty([len(side) for side in sides], dtype=dtype, device=device)
         return TensorPart.of(local, shape, [side.start for side in sides])
 
+    def _shares_rows(self, name: str) -> bool:
+        return shares_row_sums(self._optimizer, self.placements[name])
+
     def _belongs_to_rows(self, name: str, tail: Sequence[int], columns: int) -> bool:
         """Whether something of a table has a number for each row, not one for each entry.
 
         Raises:
             UsageError: It has something else.
         """
-        if not tail and len(self.placements[name].owners) == 1:
+        if not tail and (len(self.placements[name].owners) == 1 or self._shares_rows(name)):
             return True
         if tuple(tail) != (columns,):
             raise UsageError(
