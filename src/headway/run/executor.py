@@ -705,7 +705,8 @@ class Executor:
         self._counts.append(count)
 
     def _idle(self, instruction: Instruction) -> None:
-        total, _ = self._call(instruction)
+        with self.strategy.parameters.idle():
+            total, _ = self._call(instruction)
         # Times 0: backward must run, with the collectives of sharded state, and add nothing.
         self._loss_of[instruction.microbatch or 0] = total * 0.0
 

@@ -103,6 +103,10 @@ class HeldParameters(ABC):
         if self.layers is not None:
             self.layers.collect(trained, reuse=reuse)
 
+    def idle(self) -> AbstractContextManager[None]:
+        """Around a forward pass that counts nothing."""
+        return contextlib.nullcontext()
+
     def scale(self, factor: float) -> None:
         """Multiply the gradients that no reducer sums."""
         if self.layers is not None:
@@ -358,6 +362,9 @@ class TableParameters(HeldParameters):
     @property
     def alike(self) -> Mapping[str, nn.Parameter]:
         return self.tables.alike
+
+    def idle(self) -> AbstractContextManager[None]:
+        return self.tables.idle()
 
     def clear(self) -> None:
         self.tables.clear()

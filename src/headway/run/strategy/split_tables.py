@@ -9,6 +9,7 @@ dealt by a hash are dealt again, in ranges, so that no rank ever has a whole tab
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -214,6 +215,17 @@ class TableLayout:
                 part.parameter.grad = None  # an optimiser may make something of no rows
             elif gradient is not None and gradient.is_sparse and not gradient.is_coalesced():
                 part.parameter.grad = gradient.coalesce()
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Inside, rows that are looked up do not count as used: some optimisers change a row that
+        was used although its gradient is zero."""
+        assert self.tables is not None
+        self.tables.counting = False
+        try:
+            yield
+        finally:
+            self.tables.counting = True
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Name and gradient of the pieces here that have one."""
