@@ -17,12 +17,22 @@ RANDOM = ["arguments.data=random", "arguments.samples=400", "arguments.rows=40",
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"),
-    [("dlrm", 2), ("des-fm", 3), ("wide-deep", 2), ("deepfm", 2), ("dcn", 2)],
+    ("name", "ranks", "settings"),
+    [
+        ("dlrm", 2, []),
+        ("dlrm", 3, ["split.tables=table"]),
+        ("dlrm", 2, ["split.tables=hash"]),
+        ("des-fm", 3, ["split.tables=hash"]),
+        ("des-fm", 2, ["split.tables=column", "arguments.field_aware=true"]),
+        ("wide-deep", 2, ["split.tables=row"]),
+        ("deepfm", 2, ["split.tables=row"]),
+        ("dcn", 2, ["split.tables=table"]),
+        ("dcn", 2, ["zero=3", "arguments.version=1"]),
+    ],
 )
 @pytest.mark.slow
-def test_each_equals_the_serial_run(name, ranks):
-    (run,) = headway.verify(name, processes=ranks, steps=3, overrides=RANDOM).runs
+def test_each_equals_the_serial_run(name, ranks, settings):
+    (run,) = headway.verify(name, processes=ranks, steps=3, overrides=[*RANDOM, *settings]).runs
     assert run.comparison.equal, run.comparison.first
 
 
@@ -56,15 +66,12 @@ def test_adult_reaches_its_bar_with_any_number_of_ranks(name, bar, tmp_path):
         adult()
     except (DataError, MissingExtra) as error:
         pytest.skip(f"{error.what}: {error.fix}")
-    reached = [
-        headway.train(
-            name,
-            processes=ranks,
-            directory=tmp_path / str(ranks),
-            overrides=["precision=float64"],
-        ).metrics
-        for ranks in (1, 2, 4)
-    ]
+    reached = []
+    for ranks, split in ((1, []), (2, ["split.tables=hash"]), (4, [])):
+        overrides = ["precision=float64", "arguments.epochs=1", *split]
+        directory = tmp_path / str(ranks)
+        run = headway.train(name, processes=ranks, directory=directory, overrides=overrides)
+        reached.append(run.metrics)
     assert reached[0]["auc"] > bar
     for found in reached[1:]:
         assert found == pytest.approx(reached[0], abs=1e-6)
