@@ -56,6 +56,13 @@ class RowWiseAdagrad(Optimizer):
                     self._update(parameter, parameter.grad, group)
         return loss
 
+    def row_squares(self, parameter: Tensor, squares: Tensor) -> Tensor:
+        """[n]: the mean of each of n rows of squared gradients [n, ...] of a parameter.
+
+        Where ranks hold columns of rows, this is where they meet.
+        """
+        return squares.flatten(1).mean(1)
+
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         by_row = group["by_row"] and parameter.dim() > 1
         state = self.state[parameter]
@@ -67,17 +74,17 @@ class RowWiseAdagrad(Optimizer):
         if gradient.is_sparse:
             gradient = gradient.coalesce()
             rows, gradient = gradient.indices()[0], gradient.values()
-            squares = _squares(gradient, by_row)
+            squares = self._squares(parameter, gradient, by_row)
             sums.index_add_(0, rows, squares)
             step = gradient / _beside(sums.index_select(0, rows).sqrt() + eps, gradient)
             parameter.index_add_(0, rows, step * -rate)
             return
-        sums.add_(_squares(gradient, by_row))
+        sums.add_(self._squares(parameter, gradient, by_row))
         parameter.sub_(gradient / _beside(sums.sqrt() + eps, gradient) * rate)
 
-
-def _squares(gradient: Tensor, by_row: bool) -> Tensor:
-    return gradient.square().flatten(1).mean(1) if by_row else gradient.square()
+    def _squares(self, parameter: Tensor, gradient: Tensor, by_row: bool) -> Tensor:
+        squares = gradient.square()
+        return self.row_squares(parameter, squares) if by_row else squares
 
 
 def _beside(of_rows: Tensor, gradient: Tensor) -> Tensor:
