@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headway.errors import DataError, PlanError, RunError
-from headway.parallel.tables.mapped_memory import (
+from headway.channel.mapped_memory import (
     file_of,
     into_file,
     large_tensors_in_files,
     mapped_tensor,
 )
+from headway.errors import DataError, PlanError, RunError
 from headway.parallel.tables.tiered_rows import TieredRows
 
 ROWS, COLUMNS = 500, 6

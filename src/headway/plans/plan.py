@@ -175,8 +175,13 @@ class Plan:
     @property
     def needs_batch(self) -> bool:
         """Whether a first batch must be there before ranks know their parts of the model."""
-        tables = bool(self.split.tables) and self.data_degree > 1
-        return self.pipe_degree > 1 or bool(self.split.tensor) or tables
+        return self.pipe_degree > 1 or bool(self.split.tensor) or self.places_tables
+
+    @property
+    def places_tables(self) -> bool:
+        """Whether tables lie otherwise than whole in the memory of every rank."""
+        tiers = any(split.hot for split in self.split.tables)
+        return bool(self.split.tables) and (self.data_degree > 1 or tiers)
 
     @property
     def meets_in_forward(self) -> bool:

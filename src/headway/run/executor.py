@@ -12,7 +12,7 @@ global count, however the batch is split. `headway verify` proves it for a recip
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -261,6 +261,7 @@ class Executor:
         self._clip = clip
         self._next_epoch = 0
         self._after: Cursor | None = None
+        self._following: RankBatch | None = None
         self._resumed: Cursor | None = None
         self._compared = False
         self._divided = False
@@ -346,7 +347,19 @@ class Executor:
             examples, cursor=cursor, workers=workers, drop_last=drop_last, epochs=epochs
         )
         with loader:
-            yield from loader
+            yield from self.looking_ahead(loader)
+
+    def looking_ahead(self, batches: Iterable[RankBatch]) -> Iterator[RankBatch]:
+        """The same batches; each is read one step earlier where the plan has use for that."""
+        if not self.strategy.parameters.looks_ahead:
+            yield from batches
+            return
+        source = iter(batches)
+        batch = next(source, None)
+        while batch is not None:
+            self._following = next(source, None)
+            yield batch
+            batch, self._following = self._following, None
 
     def loader(self, examples: Any, *, cursor: Cursor | None = None, **options: Any) -> RankLoader:
         """The loader behind `batches`; see `headway.run.step.batch.rank_loader` for `options`."""
@@ -731,6 +744,9 @@ class Executor:
         assert self._batch is not None
         fact = self._batch.fact
         self.strategy.tally(self._shares, self._counts, vote=self.wants_stop, fact=fact)
+        if self._following is not None:
+            parameters = self.strategy.parameters
+            self.strategy.context.remarks += parameters.ahead(self._batch, self._following)
 
     def _backward(self, instruction: Instruction) -> None:
         loss = self._loss_of.pop(instruction.microbatch or 0)

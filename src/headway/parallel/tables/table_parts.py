@@ -8,12 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from headway.parallel.tables.mapped_memory import (
-    file_of,
-    into_file,
-    mapped_tensor,
-    row_chunks,
-)
+from headway.channel.mapped_memory import drop, into_file, mapped_tensor, row_chunks
 from headway.plans.tables import TablePlacement
 
 _GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
@@ -159,10 +154,9 @@ class TablePart:
 
     def cut(self, whole: Tensor) -> Tensor:
         """This rank's part of [rows, columns], or of numbers of rows, [rows]; copied."""
-        here = whole.index_select(0, self.rows.to(whole.device))
-        if whole.ndim > 1 and whole.shape[1] == self.placement.columns:
-            here = here[:, self.columns.start : self.columns.stop]
-        return here.clone(memory_format=torch.contiguous_format)
+        by_rows = whole.ndim < 2 or whole.shape[1] != self.placement.columns
+        columns = None if by_rows else self.columns
+        return _cut_out(whole.detach(), self.placement, self.rows, columns)
 
 
 def part_of_table(
@@ -181,22 +175,29 @@ def part_of_table(
     return TablePart(name, placement, parameter, rows, columns, sparse)
 
 
-def _cut_out(whole: Tensor, placement: TablePlacement, rows: Tensor, columns: range) -> Tensor:
-    """The piece, in memory of its own; in a mapped file where memory is not to hold all of it."""
+def _cut_out(
+    whole: Tensor, placement: TablePlacement, rows: Tensor, columns: range | None
+) -> Tensor:
+    """Rows and columns (None: all there are), in memory of their own.
+
+    Where memory is not to hold all of a piece, in a mapped file: that in which the whole lies, if
+    the piece is all of it.
+    """
+    every = slice(None) if columns is None else slice(columns.start, columns.stop)
+    narrow = columns is not None and len(columns) < placement.columns
+    cut = narrow or len(rows) < placement.rows
     if not placement.hot:
-        if placement.cut == "none":
-            return whole.clone(memory_format=torch.contiguous_format)
-        own = whole[rows.to(whole.device), columns.start : columns.stop]
-        return own.clone(memory_format=torch.contiguous_format)
-    if len(rows) == placement.rows and len(columns) == placement.columns:
+        own = whole[rows.to(whole.device)] if cut else whole
+        return (own[:, every] if narrow else own).clone(memory_format=torch.contiguous_format)
+    if not cut:
         return into_file(whole, placement.cold, what=placement.table)
-    shape = (len(rows), len(columns))
-    found = mapped_tensor(shape, whole.dtype, placement.cold, what=placement.table)
-    files = [file for file in (file_of(whole), file_of(found)) if file is not None]
+    tail = whole.shape[1:] if columns is None else (len(columns),)
+    found = mapped_tensor((len(rows), *tail), whole.dtype, placement.cold, what=placement.table)
     for part in row_chunks(found):
-        found[part] = whole[rows[part], columns.start : columns.stop]
-        for file in files:
-            file.drop()
+        own = whole.index_select(0, rows[part])
+        found[part] = own if columns is None else own[:, every]
+        drop(whole)
+        drop(found)
     return found
 
 

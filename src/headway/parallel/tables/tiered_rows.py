@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headway.channel.mapped_memory import MappedFile, copy_rows, file_of, into_file
 from headway.errors import DataError, PlanError
-from headway.parallel.tables.mapped_memory import MappedFile, file_of, into_file
 from headway.plans.tables import rows_in_memory
 from headway.units import format_bytes
 
@@ -69,6 +69,8 @@ class _Tier:
             self.file.write_stretches(*self._stretches(own), values)
 
     def _parts(self, rows: Tensor, slots: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        if not len(rows):
+            return iter(())
         return zip(rows.split(_AT_ONCE), slots.split(_AT_ONCE), strict=True)
 
     def _buffer(self, rows: int) -> bytearray:
@@ -122,7 +124,7 @@ class TieredRows:
         homes = {key: into_file(t, folder, what=name) for key, t in tensors.items()}
         rows, slots = len(weight), self._slots_of(list(homes.values()))
         self._tiers = {key: _tier(home, slots) for key, home in homes.items()}
-        self.homes: Mapping[str, Tensor] = homes
+        self.homes = homes
         # Data, because rows that come while a step computes are no change to what it has used.
         self.source = self._tiers[""].cache.data.requires_grad_()
         self._place = torch.full((rows,), -1, dtype=torch.int32)
@@ -135,7 +137,7 @@ class TieredRows:
         self._weak = torch.empty(0, dtype=torch.int64)
         self._step, self._reviewed, self._halved = 1, 0, 0
         self._hot_rows, self._reserve = 0, 0
-        self._open = False
+        self._open, self._settled = False, True
         self._thread: ThreadPoolExecutor | None = None
         self._under_way: Future[None] | None = None
         self.brought = 0
@@ -213,15 +215,26 @@ class TieredRows:
     def end_step(self) -> None:
         """The update has been made: rows of this step may go home."""
         self._step += 1
-        self._open = False
+        self._open = self._settled = False
 
     # -- the whole table -------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Write what is in memory home: `homes` says what is true until the next update."""
         self._wait()
-        slots = (self._row >= 0).nonzero().view(-1)
-        self._send(slots)
+        if not self._settled:
+            self._send((self._row >= 0).nonzero().view(-1))
+            self._settled = True
+
+    def adopt(self, key: str, home: Tensor) -> None:
+        """Take over a tensor of the whole table, or of a part of the state, that has been read."""
+        self._wait()
+        tier = self._tiers[key]
+        if file_of(home) is None:
+            copy_rows(tier.home, home)
+            return
+        self._tiers[key] = _tier(home, len(self._row), tier.cache)
+        self.homes[key] = home
 
     def reload(self) -> None:
         """`homes` have been written: memory says the same."""
@@ -230,6 +243,7 @@ class TieredRows:
         slots = self._place[rows].long()
         for tier in self._tiers.values():
             tier.read(rows, slots)
+        self._settled = True
 
     def cache(self, key: str) -> Tensor:
         """[slots, ...] of the table ("") or of a part of the optimiser's state."""
@@ -367,7 +381,9 @@ class TieredRows:
             tier.write(rows, slots[order])
 
 
-def _tier(home: Tensor, slots: int) -> _Tier:
+def _tier(home: Tensor, slots: int, cache: Tensor | None = None) -> _Tier:
     file = file_of(home)
     assert file is not None
-    return _Tier(home, file, torch.zeros((slots, *home.shape[1:]), dtype=home.dtype))
+    if cache is None:
+        cache = torch.zeros((slots, *home.shape[1:]), dtype=home.dtype)
+    return _Tier(home, file, cache)

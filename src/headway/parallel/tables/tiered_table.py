@@ -2,22 +2,21 @@
 
 The parameter stays what it is for everybody else: a tensor of all rows of the part, whose memory is
 a mapped file. What it says is true after `settle`. An optimiser steps on the rows that were used,
-as a dense tensor, with its own arithmetic; so must it leave all others as they are, and their state
-(`row_state` tries that).
+as a dense tensor, with its own arithmetic; it must be one that leaves all others as they are.
 """
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
-from headway.errors import PlanError
-from headway.parallel.tables.mapped_memory import file_of, mapped_tensor, row_chunks
+from headway.channel.mapped_memory import file_of, mapped_tensor, row_chunks
 from headway.parallel.tables.rounds import SplitTable
 from headway.parallel.tables.split_tables import SplitTables
 from headway.parallel.tables.table_parts import TablePart
@@ -51,6 +50,20 @@ class TieredTable:
         numbers = self.rows.rows_of(self.part.places(keys))[1]
         return numbers.to(keys.dtype)
 
+    def ahead(self, ids: Tensor) -> None:
+        """Begin to read the rows of the next step, of which this rank has some.
+
+        Args:
+            ids: As the modules will be asked for; those of other ranks are not among them unless
+                the caller has exchanged them.
+        """
+        part, placed = self.part, self.part.placement
+        ids = ids[(ids >= 0) & (ids < placed.rows)]
+        if len(part.rows) < placed.rows:
+            near = torch.searchsorted(part.rows, ids).clamp(max=len(part.rows) - 1)
+            ids = ids[part.rows[near] == ids]
+        self.rows.ahead(part.places(ids))
+
     def gradient(self, places: Tensor, gradients: Tensor) -> Tensor | None:
         rows, order = self.rows.rows_in(places).sort()
         return self.part.gradient(rows, gradients[order])
@@ -65,6 +78,7 @@ class RowUpdates:
         self._hooks = [
             optimizer.register_step_pre_hook(self._lend),
             optimizer.register_step_post_hook(self._take_back),
+            optimizer.register_load_state_dict_post_hook(self._adopt),
         ]
 
     def close(self) -> None:
@@ -108,6 +122,15 @@ class RowUpdates:
                     state[key] = rows.homes[key]
             rows.end_step()
 
+    def _adopt(self, optimizer: Optimizer) -> None:
+        """A checkpoint has been read: into the homes of the tables, and into new state."""
+        for table in self._tables:
+            state = optimizer.state.get(table.part.parameter, {})
+            for key in table.rows.homes.keys() & state.keys():
+                table.rows.adopt(key, state[key])
+                state[key] = table.rows.homes[key]
+            table.rows.reload()
+
 
 def tier_tables(
     tables: SplitTables, optimizer: Optimizer, frequent: Mapping[str, Tensor] | None = None
@@ -122,8 +145,10 @@ def tier_tables(
     Returns:
         The tables, and what has the optimiser update them; None: there are no such tables.
 
+    The optimiser's step must leave rows that are not used as they are, and their state.
+
     Raises:
-        PlanError: The optimiser changes rows that a step has not used, or memory is too small.
+        PlanError: Memory is too small.
         RunError: There is no room for the files.
     """
     found = []
@@ -131,7 +156,7 @@ def tier_tables(
         placement = part.placement
         if not placement.hot or not len(part.rows):
             continue
-        state = _state_in_files(part, row_state(optimizer, part.parameter, name), optimizer)
+        state = _state_in_files(part, row_state(optimizer, part.parameter), optimizer)
         rows = TieredRows(
             name,
             part.parameter.detach(),
@@ -176,52 +201,31 @@ def _state_in_files(
     return found
 
 
-def row_state(optimizer: Optimizer, parameter: nn.Parameter, name: str) -> dict[str, Tensor]:
-    """What an optimiser keeps for each row of a table, found out by steps on a small one.
+def row_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """What an optimiser keeps for each row of a table, found out by a step on a small one.
+
+    Its step must leave rows that are not used as they are, and their state.
 
     Returns:
         By the optimiser's names: what a row begins with.
-
-    Raises:
-        PlanError: It changes rows that a step has not used, or what it keeps for them.
     """
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
-    settings = {key: value for key, value in group.items() if key != "params"}
-    # Rows: one that both steps use, one that only the first uses, one that none uses.
-    small = nn.Parameter(torch.ones(3, *parameter.shape[1:], dtype=parameter.dtype))
-    taken = signature(type(optimizer)).parameters
-    options = {key: value for key, value in optimizer.defaults.items() if key in taken}
-    trial = type(optimizer)([{**settings, "params": [small]}], **options)
-    _trial_step(trial, small, (0, 1))
-    before = small.detach().clone(), _state_by_row(trial, small)
-    _trial_step(trial, small, (0,))
-    after = small.detach(), _state_by_row(trial, small)
-    same = torch.equal(before[0][1:], after[0][1:]) and bool((after[0][2] == 1).all())
-    if not same or any(not torch.equal(v[1:], after[1][k][1:]) for k, v in before[1].items()):
-        raise PlanError(
-            f"{type(optimizer).__name__} cannot update table {name}, of which memory holds a part",
-            problems=[
-                "with these settings it changes rows that a step has not used: by momentum, "
-                "moments or weight decay"
-            ],
-            fix="Give the table SGD without momentum, Adagrad, headway.optim.RowWiseAdagrad or "
-            "SparseAdam, without weight decay, or leave out hot.",
-        )
-    return {key: value[2] for key, value in after[1].items()}
-
-
-def _trial_step(trial: Optimizer, small: nn.Parameter, rows: Sequence[int]) -> None:
-    indices = torch.tensor([rows])
-    values = torch.ones(len(rows), *small.shape[1:], dtype=small.dtype)
-    gradient = torch.sparse_coo_tensor(indices, values, small.shape, check_invariants=False)
-    sparse = isinstance(trial, SparseAdam)
-    small.grad = gradient.coalesce() if sparse else gradient.to_dense()
+    small = nn.Parameter(torch.zeros(2, *parameter.shape[1:], dtype=parameter.dtype))
+    trial = copy.copy(optimizer)
+    trial.param_groups, trial.state = [{**group, "params": [small]}], defaultdict(dict)
+    known = optimizer.state.get(parameter, {})
+    for key, value in known.items():
+        # Some make their state with themselves: here from the first rows of it.
+        by_row = isinstance(value, Tensor) and value.shape[:1] == parameter.shape[:1]
+        trial.state[small][key] = copy.deepcopy(value[:2] if by_row else value)
+    values = torch.ones(1, *small.shape[1:], dtype=small.dtype)
+    gradient = torch.sparse_coo_tensor(
+        torch.tensor([[0]]), values, small.shape, is_coalesced=True, check_invariants=False
+    )
+    small.grad = gradient if isinstance(optimizer, SparseAdam) else gradient.to_dense()
     trial.step()
-
-
-def _state_by_row(trial: Optimizer, small: nn.Parameter) -> dict[str, Tensor]:
     return {
-        key: value.clone()
+        key: value[1]
         for key, value in trial.state[small].items()
-        if isinstance(value, Tensor) and value.ndim and len(value) == len(small)
+        if isinstance(value, Tensor) and value.shape[:1] == small.shape[:1]
     }

@@ -84,7 +84,7 @@ def make_inventory(
     Args:
         group: Of the ranks that save together; None: all.
     """
-    parts = plan.needs_batch or (plan.memory.zero and plan.ranks > 1)
+    parts = (plan.needs_batch or plan.memory.zero) and plan.ranks > 1
     own = plan.workers > 1 and plan.synchrony.in_rounds
     if not (parts or own or plan.has_leaders):
         return None

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from headway.checkpoint.staging import local_box, local_data
+from headway.data import RankBatch
 from headway.errors import PlanError
 from headway.parallel import ModelStages
 from headway.parallel.fsdp import (
@@ -120,6 +121,15 @@ class HeldParameters(ABC):
     @abstractmethod
     def clip(self, trained: Mapping[str, nn.Parameter], limit: float) -> float:
         """Limit the global norm of the gradients; returns the norm before that."""
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether `ahead` is of use; the same on all ranks."""
+        return False
+
+    def ahead(self, now: RankBatch, following: RankBatch) -> list[str]:
+        """The forward passes of a step are over: prepare those of the next; returns remarks."""
+        return []
 
     @abstractmethod
     def complete(self, numbers: TensorsByKind) -> TensorsByKind:
@@ -377,6 +387,14 @@ class TableParameters(HeldParameters):
         pieces = [gradient for _, gradient in self.tables.gradients()]
         return limit_norm(float(square), [*dense.values(), *pieces], limit)
 
+    @property
+    def looks_ahead(self) -> bool:
+        return self.tables.tiered
+
+    def ahead(self, now: RankBatch, following: RankBatch) -> list[str]:
+        steps = ([micro.data for micro in batch.micros] for batch in (now, following))
+        return self.tables.ahead(*steps)
+
     def complete(self, numbers: TensorsByKind) -> TensorsByKind:
         found: dict[str, dict[str, Tensor]] = {}
         with self._context.exchanging():
@@ -385,6 +403,7 @@ class TableParameters(HeldParameters):
         return found
 
     def _completed(self, numbers: TensorsByKind) -> Completed:
+        self.tables.settle()
         # What one rank alone has comes from there; of the rest all ranks have their part.
         single, rest = dict[str, Tensor](), dict[str, dict[str, Tensor]]()
         for kind, tensors in numbers.items():
@@ -416,7 +435,7 @@ class TableParameters(HeldParameters):
         replica_sync.broadcast_buffers(self._model, self._context.world, among)
 
     def close(self) -> None:
-        pass
+        self.tables.close()
 
 
 class StageParameters(HeldParameters):

@@ -20,13 +20,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from headway.channel.gloo_listeners import drop_later_connections
+from headway.channel.mapped_memory import mapped_tensor
 from headway.checkpoint.tensor_part import TensorPart
 from headway.documents import nearest
 from headway.errors import PlanError, UsageError
 from headway.optim.row_law import RowLaw, law_options, row_law
 from headway.parallel.fsdp import full_tensor_of
 from headway.parallel.tables import SplitTables, TablePart, split_tables
+from headway.parallel.tables.ids_ahead import IdsAhead
 from headway.parallel.tables.table_parts import parts_of_rows
+from headway.parallel.tables.tiered_table import TieredTable, tier_tables
 from headway.plans import Plan
 from headway.plans.tables import TablePlacement, even_range, place_tables
 from headway.run.distributed.process_groups import find_nodes
@@ -113,7 +116,8 @@ class TableLayout:
         self.named: Mapping[str, nn.Parameter] = {}
         self._optimizer, self._laws = optimizer, dict[tuple[int, str], RowLaw]()
         with world.explained("placing tables"):
-            placed = place_model_tables(plan, model, node_size(plan, world))
+            node = None if world.alone else node_size(plan, world)
+            placed = place_model_tables(plan, model, node)
         # Mesh axes may lie in any order: from numbers of shares to ranks of the group.
         ranks = sorted(range(plan.ranks), key=plan.data_rank)
         self.placements = {
@@ -127,9 +131,9 @@ class TableLayout:
         timeout = timedelta(seconds=world.timeout_seconds) if world.store is not None else None
         # A group of its own: gradients are summed on others while backward looks rows up.
         with world.explained("making the group that looks rows up"), drop_later_connections():
-            self._group: dist.ProcessGroup = dist.new_group(
-                list(range(plan.ranks)), timeout=timeout
-            )
+            ranks = list(range(plan.ranks))
+            self._group = None if world.alone else dist.new_group(ranks, timeout=timeout)
+        self._tiers: dict[str, TieredTable] = {}
 
     def apply(self, model: nn.Module) -> None:
         """Cut the tables, in place, and let the optimiser hold the pieces; collective."""
@@ -146,6 +150,13 @@ class TableLayout:
                         self._optimizer.state[new] = own
         self.adopt(model)
         share_row_sums(self._optimizer, self.tables.wire, self.placements, self._name_of)
+        tiers, self._updates = tier_tables(self.tables, self._optimizer)
+        self._tiers = {table.name: table for table in tiers}
+        users = {
+            name: [m for m in model.modules() if m._parameters.get("weight") is table.leaf]
+            for name, table in self._tiers.items()
+        }
+        self._ids = IdsAhead(users)
         model.register_state_dict_pre_hook(_refuse_state_dict)
 
     def _name_of(self, parameter: Tensor) -> str | None:
@@ -155,6 +166,42 @@ class TableLayout:
         """The model's parameters have been replaced."""
         self.named = dict(model.named_parameters())
         self._names = {parameter: name for name, parameter in self.named.items()}
+
+    @property
+    def tiered(self) -> bool:
+        """Whether a part of some table lies in a file; the same on all ranks."""
+        return any(placed.hot for placed in self.placements.values())
+
+    def ahead(self, now: Sequence[Any], following: Sequence[Any]) -> list[str]:
+        """Begin to read rows that the next step will use.
+
+        Args:
+            now: This rank's micro-batches of the step whose last lookup has been made.
+            following: Those of the next step.
+
+        Returns:
+            Remarks.
+        """
+        remarks = []
+        if self._tiers and self._ids.is_learning:
+            remarks = [
+                f"rows of {name} are read when they are looked up, not ahead: its ids are not "
+                "among the tensors of a batch"
+                for name in self._ids.learn(now)
+            ]
+        for name, ids in self._ids.ids_of(following).items():
+            self._tiers[name].ahead(ids)
+        return remarks
+
+    def close(self) -> None:
+        """Let the parameters be whole, and their optimiser step on them."""
+        for table in self._tiers.values():
+            table.rows.close()
+
+    def settle(self) -> None:
+        """Parameters and state in files say what is true until the next update."""
+        for table in self._tiers.values():
+            table.rows.settle()
 
     @property
     def parts(self) -> Mapping[str, TablePart]:
@@ -246,7 +293,8 @@ class TableLayout:
                 values = gradient.values() if gradient.is_sparse else gradient
                 total += torch.linalg.vector_norm(values).double().square().cpu()
         shared = total.to(self.tables.wire.device)
-        dist.all_reduce(shared, group=self._group)
+        if self._group is not None:
+            dist.all_reduce(shared, group=self._group)
         return shared.cpu()
 
     def _check_laws(self) -> dict[str, RowLaw]:
@@ -270,13 +318,20 @@ class TableLayout:
                 f"{type(self._optimizer).__name__} cannot update these tables in pieces",
                 problems=problems,
                 fix='Use another optimiser for tables, or way = "table", with which one rank has '
-                "all of a table.",
+                "all of a table; without hot memory holds all its rows.",
             )
         return found
 
     def _problems(self, laws: Mapping[str, RowLaw]) -> Iterator[str]:
         for name, law in laws.items():
             placed = self.placements[name]
+            if placed.hot and not (law.touched or law.only_sparse):
+                yield (
+                    f"{name}: memory holds a part of its rows (hot), and the update changes rows "
+                    "that a step has not used, by momentum, moments or weight decay, or has no "
+                    "step with sparse gradients; SGD, Adagrad, RowWiseAdagrad and SparseAdam do "
+                    "without"
+                )
             if placed.is_whole or placed.cut == "none":
                 continue
             if not law.rows:
@@ -294,6 +349,7 @@ class TableLayout:
 
     def logical(self, name: str, tensor: Tensor) -> Tensor:
         """A box of the table; collective where rows are dealt by a hash."""
+        self.settle()
         if not self._is_boxed(name) or not tensor.dim():
             return tensor
         part, placed = self.parts[name], self.placements[name]
@@ -339,18 +395,26 @@ class TableLayout:
         shape = placed.rows, placed.columns
         if self._is_away(name):
             return torch.empty(shape, dtype=tensor.dtype, device="meta")
-        room = self.room(name, shape, tensor.dtype)
+        room = self.room(name, shape, tensor.dtype) if self._is_boxed(name) else None
         return tensor if room is None else room
 
     def room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         """Of a table the box that this rank reads."""
-        if not self._is_boxed(name) or not shape:
+        placed = self.placements.get(name)
+        if placed is None or not shape or not self._is_here(name):
             return None
+        if not self._is_boxed(name):
+            return mapped_tensor(shape, dtype, placed.cold, what=name) if placed.hot else None
         rows, columns = self._box(name)
         by_rows = self._belongs_to_rows(name, shape[1:], self.placements[name].columns)
         sides = (rows,) if by_rows else (rows, columns)
+        sizes = [len(side) for side in sides]
         device = self.parts[name].parameter.device
-        local = torch.empty([len(side) for side in sides], dtype=dtype, device=device)
+        local = (
+            mapped_tensor(sizes, dtype, placed.cold, what=name)
+            if placed.hot
+            else torch.empty(sizes, dtype=dtype, device=device)
+        )
         return TensorPart.of(local, shape, [side.start for side in sides])
 
     def _shares_rows(self, name: str) -> bool:

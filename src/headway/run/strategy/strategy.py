@@ -710,7 +710,7 @@ def make_strategy(setup: TrainingSetup, forward: ForwardPass) -> Strategy:
         return _pipeline_parallel(setup, forward)
     if plan.split.tensor:
         return _tensor_parallel(setup, forward)
-    if plan.split.tables and plan.data_degree > 1:
+    if plan.places_tables:
         return _with_split_tables(setup, forward)
     # With a single rank in each worker there is nobody to keep the state together with.
     if plan.memory.zero and plan.ranks > plan.workers:
@@ -870,7 +870,11 @@ def _with_split_tables(setup: TrainingSetup, forward: ForwardPass) -> Strategy:
 
     def divide(batch: RankBatch | None) -> RandomDraws:
         # While rank 0 has the whole model: alone, without the others' lookups.
-        draws = broadcast_from_rank0(setup.world.rank, lambda: look(batch), context.exchanging())
+        world = setup.world
+        if world.alone:
+            draws = look(batch)
+        else:
+            draws = broadcast_from_rank0(world.rank, lambda: look(batch), context.exchanging())
         parameters.divide(shard if fsdp else None)
         return draws
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from headway.channel.mapped_memory import copy_rows, file_of
 from headway.checkpoint.format import Manifest, TensorEntry
 from headway.checkpoint.store import check_match
 from headway.checkpoint.tensor_part import TensorPart
@@ -144,7 +145,11 @@ class TrainingState:
             if parameter in self.away:
                 continue
             with torch.no_grad():
-                parameter.copy_(layout.held(name, tensors[f"model.{name}"]))
+                held = layout.held(name, tensors[f"model.{name}"])
+                if file_of(parameter) is None:
+                    parameter.copy_(held)
+                elif held.data_ptr() != parameter.data_ptr():
+                    copy_rows(parameter.detach(), held)
         return {
             name: layout.held(parameter_of(name), tensor)
             if isinstance(tensor, DTensor | TensorPart)

@@ -165,7 +165,7 @@ class Training:
             drop_last=self._recipe.drop_last,
         )
         self._stack.enter_context(loader)
-        self._batches = iter(loader)
+        self._batches = self.executor.looking_ahead(loader)
         if self._job.proving and self.executor.steps_done:
             self._after = cursor
             self._save()

@@ -119,17 +119,31 @@ def file_of(tensor: Tensor) -> MappedFile | None:
     return _FILES.get(tensor.untyped_storage().data_ptr())
 
 
+def drop(tensor: Tensor) -> None:
+    """Map a tensor out of this process, if it lies in a mapped file."""
+    file = file_of(tensor)
+    if file is not None:
+        file.drop()
+
+
 def into_file(tensor: Tensor, folder: str = "", *, what: str = "a table") -> Tensor:
     """A tensor in a mapped file with these values: itself where it lies in one."""
     if file_of(tensor) is not None:
         return tensor.detach()
     found = mapped_tensor(tensor.shape, tensor.dtype, folder, what=what)
-    file = file_of(found)
-    assert file is not None
-    for part in row_chunks(found):
-        found[part] = tensor.detach()[part]
-        file.drop()
+    copy_rows(found, tensor.detach())
     return found
+
+
+def copy_rows(to: Tensor, source: Tensor) -> None:
+    """Copy a tensor; what of either lies in a mapped file never becomes resident as a whole."""
+    if not to.dim():
+        to.copy_(source)
+        return
+    for part in row_chunks(to):
+        to[part] = source[part]
+        drop(to)
+        drop(source)
 
 
 def row_chunks(tensor: Tensor, size: int = 16 << 20) -> Iterator[slice]:
