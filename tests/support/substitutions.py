@@ -144,9 +144,9 @@ class Cross(nn.Module):
 class Dots(nn.Module):
     """DLRM's pairwise dots, with the numbers of the sample."""
 
-    def __init__(self, product="bmm"):
+    def __init__(self, product="bmm", columns=WIDTH):
         super().__init__()
-        self.bags, self.bottom, self.product = Bags(), nn.Linear(FIELDS, WIDTH), product
+        self.bags, self.bottom, self.product = Bags(columns), nn.Linear(FIELDS, columns), product
 
     def forward(self, data):
         rows = torch.stack([torch.relu(self.bottom(data["factors"])), *self.bags(data)], 1)
@@ -202,7 +202,8 @@ MODELS = {
     "cross": Cross,
     "cross v2": lambda: Cross(low_rank=1),
     "dots": Dots,
-    "dots by einsum": lambda: Dots("einsum"),
+    "wide dots": lambda: Dots(columns=24),
+    "wide dots by einsum": lambda: Dots("einsum", columns=24),
     "attention": Attention,
     "several": Several,
 }

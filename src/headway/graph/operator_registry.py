@@ -82,7 +82,7 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ("mv dot", "matmul", "", "", ""),
     ("addmm", "addmm", "addmm", "", ""),
     ("baddbmm", "addmm", "", "", ""),
-    ("einsum", "einsum", "einsum", "", ""),
+    ("einsum", "einsum", "einsum", "", "einsum"),
     ("outer", "outer", "", "", ""),
     ("scaled_dot_product_attention", "attention", "attention", "", ""),
     ("multi_head_attention_forward", "", "multi_head_attention", "", ""),

@@ -75,7 +75,7 @@ _TABLES: dict[str, OperatorRule] = {
     "function": table_rules.function, "arithmetic": table_rules.arithmetic,
     "linear": table_rules.linear, "matmul": table_rules.matmul, "total": table_rules.total,
     "mean": table_rules.mean, "reshape": table_rules.reshape, "indexing": table_rules.indexing,
-    "joined": table_rules.joined,
+    "joined": table_rules.joined, "einsum": table_rules.einsum,
 }  # fmt: skip
 
 RULES: Mapping[SplitKind, Mapping[str, OperatorRule]] = MappingProxyType({

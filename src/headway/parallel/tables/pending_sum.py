@@ -11,8 +11,9 @@ as one exchange and a local sum.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -53,6 +54,7 @@ class Block:
         local: [samples of all ranks, places] on the owner, elsewhere None; of `OWN` [own samples,
             places].
         source: The lookup whose sums these are, as they were found.
+        mark: The same of blocks with the same entries, wherever they lie.
     """
 
     owner: int
@@ -60,6 +62,7 @@ class Block:
     tables: tuple[str, ...]
     local: Tensor | None
     source: LookedUp | None = None
+    mark: object = field(default_factory=object)
 
     @property
     def width(self) -> int:
@@ -69,7 +72,7 @@ class Block:
         """A function of its entries."""
         local = None if self.local is None else function(self.local)
         places = self.places if places is None else places
-        return replace(self, places=places, local=local, source=None)
+        return replace(self, places=places, local=local, source=None, mark=object())
 
     def at(self, places: Places) -> Block:
         """The same entries at other places."""
@@ -155,7 +158,7 @@ def _merged(blocks: Sequence[Block]) -> tuple[Block, ...]:
                 if other.local is not None and block.local is not None:
                     both = other.local + block.local
                 names = tuple(dict.fromkeys(other.tables + block.tables))
-                found[number] = replace(other, local=both, tables=names, source=None)
+                found[number] = Block(other.owner, other.places, names, both)
                 break
         else:
             found.append(block)
@@ -375,6 +378,10 @@ def take(values: Sequence[PendingSum | OwnedRows]) -> list[Tensor]:
     """
     batch = values[0].batch
     wire = batch.talk.wire
+    sums = [value for value in values if isinstance(value, PendingSum)]
+    marks = [block.mark for value in sums for block in value.blocks]
+    if len(set(map(id, marks))) < len(marks):
+        return _taken_once(values, sums)
     parts: list[Tensor] = []
     own: list[Tensor] = []
     for value in values:
@@ -392,6 +399,34 @@ def take(values: Sequence[PendingSum | OwnedRows]) -> list[Tensor]:
         for value in values
     ]
     return [x.view(shape) for x, shape in zip(found, shapes, strict=True)]
+
+
+def _taken_once(
+    values: Sequence[PendingSum | OwnedRows], sums: Sequence[PendingSum]
+) -> list[Tensor]:
+    """As `take`, of sums that have blocks in common: these are sent once."""
+    blocks = list({id(block.mark): block for value in sums for block in value.blocks}.values())
+    ends = list(accumulate(block.width for block in blocks))
+    begins = {id(b.mark): end - b.width for b, end in zip(blocks, ends, strict=True)}
+    apart = [b.at(range(e - b.width, e)) for b, e in zip(blocks, ends, strict=True)]
+    tokens = list({id(value.token): value.token for value in sums}.values())
+    token = torch.cat(tokens) if len(tokens) > 1 else tokens[0]
+    every = replace(sums[0], blocks=tuple(apart), tail=(ends[-1],), token=token)
+    rest = [value for value in values if isinstance(value, OwnedRows)]
+    entries, *others = take([every, *rest])
+    came = iter(others)
+    found = []
+    for value in values:
+        if isinstance(value, OwnedRows):
+            found.append(next(came))
+            continue
+        total = entries.new_zeros(value.own_samples, value.size)
+        for block in value.blocks:
+            begin = begins[id(block.mark)]
+            part = entries[:, begin : begin + block.width]
+            total = total.index_add(1, numbers_of(block.places).to(total.device), part)
+        found.append(total.view(value.own_samples, *value.tail))
+    return found
 
 
 def take_raw(batch: BatchUse, found: Sequence[LookedUp]) -> Taking:
@@ -468,6 +503,8 @@ class _OverIds(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, given: Tensor, token: Tensor) -> tuple[Any, ...]:
+        if not ctx.needs_input_grad[3]:  # alike on all ranks
+            return None, None, token.new_empty(0), None
         batch, each = ctx.batch, ctx.each
         wire = batch.talk.wire
         outgoing: list[list[Tensor]] = [[] for _ in range(wire.size)]
@@ -523,6 +560,8 @@ class _OverSamples(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, given: Tensor, token: Tensor) -> tuple[Any, ...]:
+        if not ctx.needs_input_grad[3]:
+            return None, None, token.new_empty(0), None
         pending: PendingSum = ctx.pending
         batch = pending.batch
         wire = batch.talk.wire

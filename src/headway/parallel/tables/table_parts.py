@@ -121,6 +121,8 @@ class TablePart:
     sparse: bool = False
 
     def __post_init__(self) -> None:
+        # Gradients that are on their way into the parameter, and whether it had none.
+        self._given: list[tuple[Tensor, bool]] = []
         self._numbers: Tensor | None = None
         if self.placement.cut == "hash" and len(self.rows) < self.placement.rows:
             # From logical to own numbers: four bytes for each row of the table.
@@ -146,11 +148,25 @@ class TablePart:
 
     def gradient(self, places: Tensor, gradients: Tensor) -> Tensor | None:
         if self.sparse:
-            return torch.sparse_coo_tensor(
-                places.unsqueeze(0), gradients, self.parameter.shape,
-                is_coalesced=True, check_invariants=False,
-            )  # fmt: skip
+            given = torch.sparse_coo_tensor(
+                places.unsqueeze(0),
+                gradients,
+                self.parameter.shape,
+                is_coalesced=True,
+                check_invariants=False,
+            )
+            self._given.append((given, self.parameter.grad is None))
+            return given
         return torch.zeros_like(self.parameter).index_copy_(0, places, gradients)
+
+    def arrived(self, parameter: Tensor) -> None:
+        """Autograd has put the gradient into the parameter; it forgets that it is coalesced."""
+        given, self._given = self._given, []
+        gradient = parameter.grad
+        if gradient is None or not gradient.is_sparse or gradient.is_coalesced():
+            return
+        alone = len(given) == 1 and given[0][1]
+        parameter.grad = given[0][0] if alone else gradient.coalesce()
 
     def cut(self, whole: Tensor) -> Tensor:
         """This rank's part of [rows, columns], or of numbers of rows, [rows]; copied."""
@@ -170,9 +186,10 @@ def part_of_table(
         rows, columns = rows_of_part(placement, *piece), placement.column_range(piece[0])
     own = _cut_out(whole.detach(), placement, rows, columns)
     parameter = nn.Parameter(own, requires_grad=whole.requires_grad)
+    part = TablePart(name, placement, parameter, rows, columns, sparse)
     if parameter.requires_grad:
-        parameter.register_post_accumulate_grad_hook(_coalesce)
-    return TablePart(name, placement, parameter, rows, columns, sparse)
+        parameter.register_post_accumulate_grad_hook(part.arrived)
+    return part
 
 
 def _cut_out(
@@ -199,10 +216,3 @@ def _cut_out(
         drop(whole)
         drop(found)
     return found
-
-
-def _coalesce(parameter: Tensor) -> None:
-    """Autograd puts gradients of several rounds one behind the other."""
-    gradient = parameter.grad
-    if gradient is not None and gradient.is_sparse and not gradient.is_coalesced():
-        parameter.grad = gradient.coalesce()

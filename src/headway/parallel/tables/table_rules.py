@@ -279,13 +279,128 @@ def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
 
 
 def matmul(context: Any, func: Callable[..., Any], x: Any, y: Any) -> PendingSum:
-    """With a matrix or a vector as `linear`; of two sums where each column lies on one rank."""
+    """With a matrix or a vector as `linear`; of two results as `_contracted`."""
+    if isinstance(x, PendingSum) and isinstance(y, PendingSum):
+        return _contracted(x, y)
     if isinstance(x, PendingSum) and isinstance(y, Tensor) and y.ndim == 2:
         return linear(context, func, x, y.T)
     if isinstance(x, PendingSum) and isinstance(y, Tensor) and y.ndim == 1:
         found = linear(context, func, x, y.unsqueeze(0))
         return replace(found, tail=())
-    raise RuleRefused("a product of two results of lookups")
+    raise RuleRefused("a product of other things than results of lookups and matrices")
+
+
+def einsum(context: Any, func: Callable[..., Any], equation: Any, *parts: Any) -> PendingSum:
+    """Of two results, over one dimension that both have and the result has not."""
+    if len(parts) == 1 and isinstance(parts[0], tuple | list):
+        parts = tuple(parts[0])
+    if not isinstance(equation, str) or len(parts) != 2:
+        raise RuleRefused("a product of other things than two results of lookups")
+    names, arrow, into = equation.replace(" ", "").partition("->")
+    first, _, second = names.partition(",")
+    over = set(first) & set(second) - set(into)
+    wanted = first[:1] + "".join(d for d in first[1:] if d not in over)
+    wanted += "".join(d for d in second[1:] if d not in over)
+    plain = len(first) == len(second) == 3 and first[0] == second[0]
+    if not arrow or not plain or len(over) != 1 or into != wanted or len(set(into)) != 3:
+        raise RuleRefused("a product of another form")
+    x, y = (
+        part.moved(*_turned(part.tail))
+        if isinstance(part, PendingSum) and turned and len(part.tail) == 2
+        else part
+        for part, turned in zip(parts, (first[1] in over, second[2] in over), strict=True)
+    )
+    return matmul(context, func, x, y)
+
+
+def _turned(tail: Sequence[int]) -> tuple[Tensor, tuple[int, int]]:
+    found = probe(tail).transpose(1, 2)
+    return found.reshape(-1), (tail[1], tail[0])
+
+
+def _contracted(x: PendingSum, y: PendingSum) -> PendingSum:
+    """The product over a dimension of which one rank has all there is of each entry.
+
+    So it is where tables are cut by columns. What ranks have of their own samples goes there.
+    """
+    if len(x.tail) != 2 or len(y.tail) != 2 or x.tail[1] != y.tail[0]:
+        raise RuleRefused("a product of another form")
+    if (x.batch, x.samples, x.dtype) != (y.batch, y.samples, y.dtype):
+        raise RuleRefused("they differ in samples, or in type")
+    owners = _owners(x, y)
+    size = x.tail[0] * y.tail[1]
+    marks = {id(b.mark): b.width for v in (x, y) for b in v.blocks if b.owner != OWN}
+    if size * len(set(owners)) >= sum(marks.values()):
+        raise RuleRefused("its result would be more numbers to send")
+    went: dict[Any, tuple[Tensor, Tensor]] = {}
+    first, token = _entries_of(x, torch.tensor(owners).expand(x.tail), went)
+    second, other = _entries_of(y, torch.tensor(owners).unsqueeze(1).expand(y.tail), went)
+    local = None
+    wire = x.batch.talk.wire
+    if wire.rank in owners:
+        count = owners.count(wire.rank)
+        rows = first.view(-1, x.tail[0], count)
+        local = torch.bmm(rows, second.view(-1, count, y.tail[1])).view(-1, size)
+    tables = tuple(dict.fromkeys(name for b in (*x.blocks, *y.blocks) for name in b.tables))
+    blocks = [
+        Block(owner, range(size), tables, local if owner == wire.rank else None)
+        for owner in dict.fromkeys(owners)
+    ]
+    tail = (x.tail[0], y.tail[1])
+    return x.with_blocks(blocks, tail, _both(x.batch, token, other))
+
+
+def _owners(x: PendingSum, y: PendingSum) -> list[int]:
+    """Of each entry of the dimension that is summed over the rank that has all there is of it."""
+    found: list[set[int]] = [set() for _ in range(x.tail[1])]
+    for value, by_row in ((x, False), (y, True)):
+        if not value.is_apart:
+            raise RuleRefused("its entries are sums that are still to be taken")
+        for block in value.blocks:
+            places = numbers_of(block.places)
+            met = places // value.tail[1] if by_row else places % value.tail[1]
+            if block.owner != OWN:
+                for number in torch.unique(met).tolist():
+                    found[number].add(block.owner)
+    if any(len(ranks) != 1 for ranks in found):
+        raise RuleRefused("what would be multiplied lies on several ranks")
+    return [ranks.pop() for ranks in found]
+
+
+def _entries_of(
+    x: PendingSum, owners: Tensor, went: dict[Any, tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """What this rank has of the entries that are its own, in order, and a token; collective.
+
+    Args:
+        owners: Of each entry of a sample, [*tail].
+        went: What has gone to the owners already.
+    """
+    flat = owners.reshape(-1)
+    rank, ranks = x.batch.talk.wire.rank, range(x.batch.talk.wire.size)
+    parts = [b.local for b in x.blocks if b.owner == rank and b.local is not None]
+    places = [numbers_of(b.places) for b in x.blocks if b.owner == rank]
+    token = x.token
+    own = [block for block in x.blocks if block.owner == OWN and block.local is not None]
+    if own:
+        where = torch.cat([numbers_of(block.places) for block in own])
+        wanted = [compact((flat[where] == r).nonzero().squeeze(1)) for r in ranks]
+        numbers = [tuple(numbers_of(part).tolist()) for part in wanted]
+        key = tuple(id(block.mark) for block in own), tuple(numbers)
+        if key not in went:
+            entries = _side_by_side([b.local for b in own if b.local is not None])
+            went[key] = spread_over_samples(x, entries, wanted)
+        part, token = went[key]
+        token = _both(x.batch, x.token, token)
+        parts.append(part)
+        places.append(where[numbers_of(wanted[rank])])
+    if not parts:
+        return torch.empty(0, dtype=x.dtype, device=x.batch.talk.wire.device), token
+    order = torch.cat(places).argsort()
+    found = _side_by_side(parts)
+    if not bool((order == torch.arange(len(order))).all()):
+        found = found.index_select(1, order.to(found.device))
+    return found, token
 
 
 # Sums over entries of a sample.
