@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from headway.errors import CheckpointMismatch, DataError, UsageError
+from headway import Executor
+from headway.errors import CheckpointMismatch, DataError, PlanError, UsageError
 from headway.nn import DynamicEmbeddingBag, DynamicTable
 from headway.nn.dynamic_initial import initial_rows
 from headway.nn.dynamic_storage import KeyIndex, RowStore, distinct
@@ -499,6 +500,13 @@ def test_bad_bags(keys, rest, message):
     with pytest.raises(DataError, match=message):
         bag(keys, **rest)
     assert len(bag.table) == 0
+
+
+def test_the_executor_refuses_it_by_name():
+    model = nn.Sequential(DynamicEmbeddingBag(DIM))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(PlanError, match=r"0\.table is a table that grows"):
+        Executor(model, optimizer, loss=nn.MSELoss(), batch=2)
 
 
 def test_rows_of_another_form():
