@@ -15,7 +15,7 @@ from torch import nn
 
 from headway import Executor
 from headway.errors import CheckpointMismatch, DataError, PlanError, UsageError
-from headway.nn import DynamicEmbeddingBag, DynamicTable
+from headway.nn import DynamicEmbeddingBag, DynamicTable, field_keys
 from headway.nn.dynamic_initial import initial_rows
 from headway.nn.dynamic_storage import KeyIndex, RowStore, distinct
 from headway.optim import LAMB, RowWiseAdagrad
@@ -507,6 +507,17 @@ def test_the_executor_refuses_it_by_name():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(PlanError, match=r"0\.table is a table that grows"):
         Executor(model, optimizer, loss=nn.MSELoss(), batch=2)
+
+
+def test_fields_that_share_a_table_have_keys_of_their_own():
+    ids = torch.tensor([0, 1, -1, 2**60 - 1, -(2**60)])
+    keys = torch.cat([field_keys(ids, field, bits=3) for field in range(8)])
+    assert len(keys.unique()) == 40
+    assert torch.equal(field_keys(ids, 0, bits=3)[:2], ids[:2])
+    with pytest.raises(DataError, match=f"id {2**60} of field 2 has more than 61 bits"):
+        field_keys(torch.tensor([5, 2**60]), 2, bits=3)
+    with pytest.raises(UsageError, match="field 8 with 3 bits"):
+        field_keys(ids, 8, bits=3)
 
 
 def test_rows_of_another_form():

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from headway.nn.dynamic_split import split_dynamic_tables
     from headway.nn.dynamic_table import DynamicTable
     from headway.nn.factorization import FactorizationMachine, FieldAwareFactorizationMachine
+    from headway.nn.keys_of_fields import field_keys
 
 _HOMES = {
     "cross": "CrossLayer CrossLayerV2",
@@ -24,6 +25,7 @@ _HOMES = {
     "dynamic_split": "split_dynamic_tables",
     "dynamic_table": "DynamicTable",
     "factorization": "FactorizationMachine FieldAwareFactorizationMachine",
+    "keys_of_fields": "field_keys",
 }
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "FactorizationMachine",
     "FieldAwareFactorizationMachine",
     "PairwiseDots",
+    "field_keys",
     "split_dynamic_tables",
 ]
 
