@@ -9,9 +9,10 @@ is tried, with the options of the table's group, on a table of a few numbers, wh
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ class RowLaw:
         keeps: Rows whose gradient is zero stay as they are, and what is kept of them, too.
         sparse: A sparse gradient makes the same of it as a dense one.
         only_sparse: There is no step with a dense one.
+        by_element: Numbers that are kept for each number of the table.
+        by_row: Numbers that are kept for each of its rows.
     """
 
     rows: bool
@@ -43,6 +46,8 @@ class RowLaw:
     keeps: bool
     sparse: bool
     only_sparse: bool = False
+    by_element: int = 0
+    by_row: int = 0
 
     @property
     def touched(self) -> bool:
@@ -63,7 +68,9 @@ def row_law(optimizer: Optimizer, group: Mapping[str, Any], device: torch.device
     """
     trial = _Trial(optimizer, group, device)
     try:
-        return trial.law()
+        law = trial.law()
+        by_element, by_row = trial.kept(sparse=law.only_sparse)
+        return replace(law, by_element=by_element, by_row=by_row)
     except Exception as error:
         raise RecipeError(
             f"the update of a table by {type(optimizer).__name__} could not be tried on a small "
@@ -121,6 +128,17 @@ class _Trial:
             found[name] = _alike(whole, _joined(whole, parts, dim))
         rows = found["rows"]
         return RowLaw(rows, rows and found["columns"], law.keeps, law.sparse, law.only_sparse)
+
+    def kept(self, *, sparse: bool) -> tuple[int, int]:
+        """Numbers that are kept for each element, and for each row."""
+        gradients = [_sparse(g) for g in self._dense] if sparse else self._dense
+        _, *state = self._run(gradients)
+        shapes = [tuple(each.shape) for each in state]
+        return shapes.count((_ROWS, _COLUMNS)), sum(
+            math.prod(shape[1:])
+            for shape in shapes
+            if shape[:1] == (_ROWS,) and shape[1:] != (_COLUMNS,)
+        )
 
     def _keeps(self) -> bool:
         """Whether rows stay as they are in a step in which their gradient is zero."""

@@ -70,6 +70,16 @@ class Option:
         """The least seconds of any form, by rank."""
         return np.asarray(np.min([form.seconds for form in self.forms], axis=0))
 
+    @cached_property
+    def seconds(self) -> Array:
+        """By form and by rank of `ranks`."""
+        return np.array([form.seconds[list(self.ranks)] for form in self.forms])
+
+    @cached_property
+    def bytes(self) -> Array:
+        """By form, tier, and rank of `ranks`."""
+        return np.array([form.bytes[:, list(self.ranks)] for form in self.forms])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Held:

@@ -6,16 +6,43 @@ and ranks for it.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headway.cost.device import Array
 from headway.planner.tables.choices import EXACT, Assignment, Held, Option, PlacementProblem
 
+IntArray = NDArray[np.int64]
+
 _SLACK = 1e-12
 """Relative gain below which a step is no improvement: rounding."""
+
+
+class _Move(NamedTuple):
+    """A table, held in some way: what that adds to the ranks that have a piece."""
+
+    held: Held
+    ranks: IntArray
+    seconds: Array
+    bytes: Array
+    cause: int | None
+
+
+def _move(option: Option, number: int, places: IntArray, forms: IntArray) -> _Move:
+    """An option on the ranks at some places of its list, in these forms."""
+    ranks = np.asarray(option.ranks)[places]
+    return _Move(
+        held=Held(option=number, forms=dict(zip(ranks.tolist(), forms.tolist(), strict=True))),
+        ranks=ranks,
+        seconds=option.seconds[forms, places],
+        bytes=option.bytes[forms, :, places].T,
+        cause=option.exchange,
+    )
 
 
 class _State:
@@ -23,10 +50,25 @@ class _State:
 
     def __init__(self, problem: PlacementProblem) -> None:
         self.problem = problem
-        self.held: dict[int, Held] = {}
+        self.moves: dict[int, _Move] = {}
         self.load: Array = np.zeros(problem.ranks)
         self.free: Array = problem.capacity * (1 + EXACT)
         self.causes = [0] * len(problem.latencies)
+
+    @staticmethod
+    def of(problem: PlacementProblem, assignment: Assignment) -> _State:
+        """Of a whole placement."""
+        state = _State(problem)
+        for table, held in enumerate(assignment):
+            option = problem.options[table][held.option]
+            places = np.array([option.ranks.index(rank) for rank in held.forms], dtype=np.int64)
+            forms = np.array(list(held.forms.values()), dtype=np.int64)
+            state.put(table, _move(option, held.option, places, forms))
+        return state
+
+    @property
+    def assignment(self) -> Assignment:
+        return tuple(self.moves[n].held for n in range(len(self.problem.names)))
 
     @property
     def score(self) -> tuple[float, float]:
@@ -34,61 +76,61 @@ class _State:
         late = sum(s for s, n in zip(self.problem.latencies, self.causes, strict=True) if n)
         return float(self.load.max(initial=0.0)) + late, float(self.load.sum())
 
-    def put(self, table: int, held: Held, sign: int = 1) -> None:
-        """Add a table, or take it away."""
-        option = self.problem.options[table][held.option]
-        for rank, number in held.forms.items():
-            form = option.forms[number]
-            self.load[rank] += sign * form.seconds[rank]
-            self.free[:, rank] -= sign * form.bytes[:, rank]
-        if option.exchange is not None:
-            self.causes[option.exchange] += sign
-        if sign > 0:
-            self.held[table] = held
-        else:
-            del self.held[table]
+    def put(self, table: int, move: _Move) -> None:
+        """Add a table."""
+        self.load[move.ranks] += move.seconds
+        self.free[:, move.ranks] -= move.bytes
+        if move.cause is not None:
+            self.causes[move.cause] += 1
+        self.moves[table] = move
 
-    def take(self, table: int) -> Held:
-        held = self.held[table]
-        self.put(table, held, -1)
-        return held
+    def take(self, table: int) -> _Move:
+        """Take a table away."""
+        move = self.moves.pop(table)
+        self.load[move.ranks] -= move.seconds
+        self.free[:, move.ranks] += move.bytes
+        if move.cause is not None:
+            self.causes[move.cause] -= 1
+        return move
 
-    def best(self, table: int, allowed: _Allowed | None = None) -> Held | None:
+    def best(self, table: int, allowed: _Allowed | None = None) -> _Move | None:
         """The way to add a table after which the step is shortest; None: none fits."""
-        found: tuple[tuple[float, float], Held] | None = None
+        found: tuple[tuple[float, float], int, IntArray, IntArray] | None = None
+        highest = float(self.load.max(initial=0.0))
+        late = [s if n else 0.0 for s, n in zip(self.problem.latencies, self.causes, strict=True)]
         for number, option in enumerate(self.problem.options[table]):
             if allowed is not None and not allowed(table, option):
                 continue
-            held = self._fitted(number, option)
-            if held is None:
+            fitted = self._fitted(option)
+            if fitted is None:
                 continue
-            # Only what the option adds is computed: putting it on trial costs ten times as much.
-            ranks = list(held.forms)
-            seconds = np.array([option.forms[f].seconds[r] for r, f in held.forms.items()])
-            late = sum(
-                s
-                for n, s in enumerate(self.problem.latencies)
-                if self.causes[n] or n == option.exchange
-            )
-            most = max(float(self.load.max(initial=0.0)), float((self.load[ranks] + seconds).max()))
-            score = (most + late, float(seconds.sum()))
+            places, forms, seconds, ends = fitted
+            more = 0.0
+            if option.exchange is not None and not late[option.exchange]:
+                more = self.problem.latencies[option.exchange]
+            score = (max(highest, float(ends.max())) + more, float(seconds.sum()))
             if found is None or score < found[0]:
-                found = score, held
-        return found[1] if found else None
+                found = score, number, places, forms
+        if found is None:
+            return None
+        _, number, places, forms = found
+        return _move(self.problem.options[table][number], number, places, forms)
 
-    def _fitted(self, number: int, option: Option) -> Held | None:
-        """The option on those ranks on which it ends first; None: it does not fit."""
-        ranks = np.asarray(option.ranks)
-        seconds = np.full((len(option.forms), len(ranks)), np.inf)
-        for row, form in enumerate(option.forms):
-            fits = (form.bytes[:, ranks] <= self.free[:, ranks]).all(axis=0)
-            seconds[row, fits] = form.seconds[ranks[fits]]
+    def _fitted(self, option: Option) -> tuple[IntArray, IntArray, Array, Array] | None:
+        """The option on those ranks on which it ends first: their places, forms, seconds, and
+        when each ends; None: it does not fit."""
+        ranks = list(option.ranks)
+        fits = (option.bytes <= self.free[:, ranks]).all(axis=1)
+        seconds = np.where(fits, option.seconds, np.inf)
         forms = seconds.argmin(axis=0)
         own = seconds[forms, np.arange(len(ranks))]
-        order = np.argsort(self.load[ranks] + own, kind="stable")[: option.pieces]
-        if len(order) < option.pieces or not np.isfinite(own[order]).all():
-            return None
-        return Held(option=number, forms={int(ranks[n]): int(forms[n]) for n in sorted(order)})
+        ends = self.load[ranks] + own
+        if option.pieces < len(ranks):
+            places = np.sort(np.argsort(ends, kind="stable")[: option.pieces])
+            forms, own, ends = forms[places], own[places], ends[places]
+        else:
+            places = np.arange(len(ranks))
+        return (places, forms, own, ends) if np.isfinite(own).all() else None
 
 
 def quick_assignments(
@@ -110,13 +152,13 @@ def quick_assignments(
         target: Seconds of a step below which no placement can be.
     """
     best: tuple[tuple[float, float], Assignment] | None = None
-    for state in _starts(problem, hints, picked, starts):
+    # The best start first: there may be time for one only.
+    for state in sorted(_starts(problem, hints, picked, starts), key=lambda state: state.score):
         if best is not None and perf_counter() > until:
             break
-        improve(state, until=until, target=target)
-        found = tuple(state.held[n] for n in range(len(problem.names)))
+        _improve(state, until=until, target=target)
         if best is None or state.score < best[0]:
-            best = state.score, found
+            best = state.score, state.assignment
     return best[1] if best else None
 
 
@@ -128,10 +170,7 @@ def _starts(
 ) -> Iterator[_State]:
     for hint in hints:
         if problem.fits(hint):
-            state = _State(problem)
-            for number, held in enumerate(hint):
-                state.put(number, held)
-            yield state
+            yield _State.of(problem, hint)
     if not greedy:
         return
     tables = range(len(problem.names))
@@ -145,7 +184,9 @@ def _starts(
         own = [options[number] for options, number in zip(problem.options, picked, strict=True)]
         plans += [(order, lambda n, option: option is own[n]) for order in (longest, largest)]
     # The longest first evens out the ends; the largest first finds room; then, as TorchRec's
-    # planner proposes, all tables in one way where they can be.
+    # planner proposes, each table in the way of the shortest pieces, and all in one way.
+    short = [min(options, key=_longest_piece) for options in problem.options]
+    plans += [(order, lambda n, option: option is short[n]) for order in (longest, largest)]
     plans += [(order, _anything) for order in (longest, largest)]
     plans += [(longest, _one_way(way)) for way in ways]
     for order, allowed in plans:
@@ -169,11 +210,15 @@ def _one_way(way: str) -> _Allowed:
 def _fill(state: _State, order: Sequence[int], allowed: _Allowed = _anything) -> bool:
     """Add tables in this order, where nothing else fits in any way."""
     for table in order:
-        held = state.best(table, allowed) or state.best(table)
-        if held is None:
+        move = state.best(table, allowed) or state.best(table)
+        if move is None:
             return False
-        state.put(table, held)
+        state.put(table, move)
     return True
+
+
+def _longest_piece(option: Option) -> float:
+    return float(np.sort(option.best[list(option.ranks)])[option.pieces - 1])
 
 
 def _total(option: Option) -> float:
@@ -185,7 +230,7 @@ def _bytes(option: Option) -> float:
     return min(float(form.bytes.sum(axis=0).max()) for form in option.forms) * option.pieces
 
 
-def improve(state: _State, *, until: float, target: float = 0.0) -> None:
+def _improve(state: _State, *, until: float, target: float = 0.0) -> None:
     """Place tables anew, one and two at a time, as long as the step, or all work, gets less."""
     while perf_counter() < until and state.score[0] > target:
         if not (_move_one(state, until) or _move_two(state, until)):
@@ -217,7 +262,7 @@ def _move_one(state: _State, until: float) -> bool:
 
 def _move_two(state: _State, until: float) -> bool:
     slowest = int(state.load.argmax())
-    heavy = [n for n, held in state.held.items() if slowest in held.forms]
+    heavy = [n for n, move in state.moves.items() if slowest in move.held.forms]
     before = state.score
     for one in heavy:
         for other in range(len(state.problem.names)):
@@ -230,8 +275,27 @@ def _move_two(state: _State, until: float) -> bool:
                 if _fill(state, order) and _better(state.score, before):
                     return True
                 for n in order:
-                    if n in state.held:
+                    if n in state.moves:
                         state.take(n)
-            for n, held in old.items():
-                state.put(n, held)
+            for n, move in old.items():
+                state.put(n, move)
     return False
+
+
+def shaken(
+    problem: PlacementProblem, start: Assignment, *, until: float, target: float = 0.0
+) -> Assignment:
+    """The best placement of a search that takes a few tables out at random, again and again."""
+    draw = random.Random(0)
+    best = _State.of(problem, start)
+    tables = range(len(problem.names))
+    while perf_counter() < until and best.score[0] > target:
+        state = _State.of(problem, best.assignment)
+        moved = draw.sample(tables, min(len(tables), draw.randint(2, 6)))
+        for table in moved:
+            state.take(table)
+        if _fill(state, moved):
+            _improve(state, until=until, target=target)
+            if _better(state.score, best.score):
+                best = state
+    return best.assignment

@@ -18,7 +18,7 @@ import numpy as np
 
 from headway.cost.device import Array
 from headway.planner.tables.choices import EXACT, Assignment, Held, Option, PlacementProblem
-from headway.planner.tables.incumbent import quick_assignments
+from headway.planner.tables.incumbent import quick_assignments, shaken
 
 EXACT_TABLES, EXACT_RANKS = 64, 16
 """Of a problem that is left to the integer program."""
@@ -33,8 +33,9 @@ _SCALE = 1e4
 # that this is 1e-10 of the step.
 _QUICK_SHARE = 0.3
 _BOUND_SHARE = 0.15
+_PROGRAM_SHARE = 0.3
 _POLISH_SHARE = 0.05
-# Of the time: searching in small steps, the bound, and what is left over after the optimum.
+# Of the time: searching in small steps, the bound, the program, what is left over after it.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +97,15 @@ def solve(
         assert best is not None  # what was found fits
     left = begin + seconds - perf_counter()
     if small and problem.seconds(best) > target and left > 0:
-        answer, proof = _exact(problem, problem.seconds(best), left)
+        answer, proof = _exact(problem, problem.seconds(best), _PROGRAM_SHARE * seconds)
         bound = max(bound, proof)
         if answer is not None and problem.seconds(answer) <= problem.seconds(best):
             # The program only sees the slowest rank; what is left over is to be little, too.
             until = perf_counter() + _POLISH_SHARE * seconds
             best = quick_assignments(problem, (answer,), until=until, starts=False) or answer
+    target = bound * (1 + _REACHED)
+    if bound < problem.seconds(best) * (1 - PROVEN):
+        best = shaken(problem, best, until=begin + seconds, target=target)
     time = problem.seconds(best)
     return Solution(assignment=best, seconds=time, bound=min(bound, time))
 
