@@ -32,6 +32,7 @@ from headway.api.plan_request import (
     parse_search_options,
     training_length,
 )
+from headway.api.table_planning import TablesOverRanks, find_tables
 from headway.cluster import Cluster
 from headway.cluster.presets import PRESETS, of_preset
 from headway.cost.machines import machine_of
@@ -55,6 +56,8 @@ from headway.units import Price
 if TYPE_CHECKING:
     from headway.run.recipe.recipe import Recipe
 
+TABLES = "tables"
+"""What `save` calls the plan with tables over ranks."""
 _LOG = logging.getLogger("headway")
 FoundT = TypeVar("FoundT")
 
@@ -74,6 +77,10 @@ class PlanningResult:
         overridden: Whether `overrides` have changed it.
         inexact: Plans whose steps do not equal the serial run's, the fastest first, where they were
             asked for; behind them those that cannot be. None of them is ever `chosen`.
+        tables: The plan in which a recommender's tables lie over ranks and tiers of memory; None:
+            there is none.
+        whole_fits: Whether any plan with whole tables fits; where none does, `outcome` is the
+            search for the rest of the model.
     """
 
     recipe: RecipeInput
@@ -89,6 +96,17 @@ class PlanningResult:
     model: Recipe | None = None
     overridden: bool = False
     inexact: tuple[InexactPlan, ...] = ()
+    tables: TablesOverRanks | None = None
+    whole_fits: bool = True
+
+    @property
+    def by_tables(self) -> bool:
+        """Whether the chosen plan is the one with tables over ranks: no other fits, or none is as
+        fast and speed is the objective."""
+        if self.tables is None:
+            return False
+        fast = self.outcome.question.objective in ("fastest", "frontier")
+        return not self.whole_fits or (fast and self.tables.seconds < self.chosen.seconds)
 
     @property
     def frontier(self) -> tuple[Point, ...]:
@@ -108,6 +126,8 @@ class PlanningResult:
         Raises:
             PlanError: It recomputes without a pipeline, which no plan can say yet.
         """
+        if self.by_tables and self.tables is not None:
+            return self.tables.plan
         return self.plan_of(self.chosen)
 
     @property
@@ -119,7 +139,7 @@ class PlanningResult:
     @property
     def missing(self) -> str:
         """What the executor lacks for the chosen plan; "" where it can run it."""
-        return missing_in_executor(self.outcome.search, self.chosen)
+        return "" if self.by_tables else missing_in_executor(self.outcome.search, self.chosen)
 
     def runs(self, point: Point) -> str:
         """Whether `train` runs a point: "yes", what stands against it, or "not known: " and what
@@ -183,11 +203,12 @@ class PlanningResult:
         simulated all the same.
 
         Args:
-            take: The name of one of the `inexact` plans, in the place of the chosen one.
+            take: The name of one of the `inexact` plans, or "tables", in the place of the chosen
+                one.
 
         Raises:
             PlanError: As `plan`.
-            UsageError: There is no such inexact plan.
+            UsageError: There is no such plan.
         """
         out = Path(file)
         written = self.plan if take is None else self._taken(take)
@@ -206,9 +227,11 @@ class PlanningResult:
 
     def _taken(self, name: str) -> Plan:
         plans = {one.name: one.plan for one in self.inexact if one.plan is not None}
+        if self.tables is not None:
+            plans[TABLES] = self.tables.plan
         if name not in plans:
             raise UsageError(
-                f"there is no inexact plan {name}",
+                f"there is no plan {name}",
                 where="--take",
                 fix=f"Take one of {', '.join(plans)}." if plans else "Ask for them: --inexact.",
             )
@@ -306,10 +329,19 @@ def plan(
                 wider = machine_of(of_preset(cluster, nodes=2)).network
             raise infeasible_error(question, wider) from None
 
-    if runnable:
-        outcome = search_cuttable(search, lambda one: one, RecipeLimits(), captured.recipe)
-    else:
-        outcome = search(RecipeLimits())  # no limits: an ordinary search
+    tables = find_tables(captured, options, found)
+    try:
+        if runnable:
+            outcome = search_cuttable(search, lambda one: one, RecipeLimits(), captured.recipe)
+        else:
+            outcome = search(RecipeLimits())  # no limits: an ordinary search
+        fits = True
+    except NothingFits:
+        if isinstance(tables, NothingFits):
+            raise tables from None
+        if tables is None:
+            raise
+        outcome, fits = tables.outcome, False
     _warn_of_split_loss(captured.recipe, outcome, captured.batch)
     prices = device_prices(options, found)
     result = PlanningResult(
@@ -326,6 +358,8 @@ def plan(
         any_devices=options.counts is None,
         model=captured.recipe,
         overridden=bool(overrides),
+        tables=None if isinstance(tables, NothingFits) else tables,
+        whole_fits=fits,
     )
     return replace(result, inexact=_priced_inexact(result)) if inexact else result
 

@@ -13,6 +13,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from headway import __version__
@@ -270,8 +271,12 @@ def _command_of(words: list[str]) -> Command | None:
 
 
 def _is_recipe(word: str) -> bool:
-    """Whether a word is a recipe and not a command: "module:function", or the path of a file."""
-    return not word.startswith("-") and any(sign in word for sign in ":./")
+    """Whether a word is a recipe and not a command: "module:function", the path of a file, or the
+    name of a bundled workload."""
+    if word.startswith("-"):
+        return False
+    bundled = Path(__file__).parents[1] / "workloads" / f"{word.replace('-', '_')}.py"
+    return any(sign in word for sign in ":./") or (word.islower() and bundled.is_file())
 
 
 def _check_command(words: list[str]) -> None:

@@ -14,6 +14,7 @@ from itertools import islice
 from headway.api.inputs import recipe_name
 from headway.api.plan_request import TrainingLength
 from headway.api.planning import PlanningResult
+from headway.cli.plan.tables import tables_lines
 from headway.cli.terminal.console import table_lines
 from headway.cluster import Cluster
 from headway.collective.collective_calls import CollectiveCalls, call_table_lines
@@ -64,6 +65,8 @@ def report_lines(result: PlanningResult) -> Iterator[str]:
     """All for people; the chosen plan is marked."""
     outcome = result.outcome
     question = outcome.question
+    if not result.whole_fits:
+        yield "no plan with whole tables fits; this is the model without its tables:"
     yield from _table(result)
     if question.objective != "frontier":
         words = "other plans found during the search"
@@ -73,6 +76,9 @@ def report_lines(result: PlanningResult) -> Iterator[str]:
     yield ""
     yield from _alternatives(outcome, fewer=result.any_devices)
     yield ""
+    if result.tables is not None:
+        yield from tables_lines(result)
+        yield ""
     if result.inexact:
         yield from _inexact(result)
         yield ""
@@ -417,7 +423,17 @@ def report_data(result: PlanningResult) -> dict[str, object]:
         "alternatives": [asdict(one) for one in nearest_plans(outcome, fewer=result.any_devices)],
         "sources": sources_data(question),
         "inexact": [_inexact_data(one) for one in result.inexact],
+        **_tables_data(result),
     }
+
+
+def _tables_data(result: PlanningResult) -> dict[str, object]:
+    """The plan with tables over ranks; nothing where the model has none to place."""
+    if result.tables is None:
+        return {}
+    placed = {"seconds": result.tables.seconds, "bytes": result.tables.bytes}
+    chosen = {"chosen": result.by_tables, "whole_fits": result.whole_fits}
+    return {"tables": {**chosen, **placed, "placement": asdict(result.tables.placement)}}
 
 
 def cluster_name(result: PlanningResult) -> str:

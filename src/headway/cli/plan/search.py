@@ -7,6 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from headway.api.planning import TABLES
 from headway.api.planning import plan as find_plan
 from headway.cli.plan.output import cluster_name, report_data, report_lines
 from headway.cli.terminal.console import note, say, say_json, write_file
@@ -35,6 +36,7 @@ def search_plans(
     take: str | None = None,
     svg: Path | None = None,
     png: Path | None = None,
+    tables_svg: Path | None = None,
     out: Path | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
@@ -59,12 +61,14 @@ def search_plans(
         overrides: KEY=VALUE, a change to the recipe; may be repeated.
         inexact: Price local SGD, D-PSGD, asynchronous and bounded servers as well, whose steps do
             not equal the serial run's; the chosen plan is the same.
-        take: The name of an inexact plan, for --out in the place of the chosen one.
+        take: The name of an inexact plan, or "tables" for the one whose embedding tables lie over
+            all ranks, for --out in the place of the chosen one.
         svg: Draw the frontier into this file.
         png: Draw the frontier into this file.
+        tables_svg: Draw into this file which embedding table lies where, and each rank's load.
         out: Write the chosen plan to this file, for `headway train --plan`.
     """
-    if take is not None and (out is None or not inexact):
+    if take is not None and (out is None or not (inexact or take == TABLES)):
         raise UsageError(f"--take {take} needs --inexact and --out FILE", fix="Give all three.")
     result = find_plan(
         recipe,
@@ -94,6 +98,17 @@ def search_plans(
             if path is not None:
                 write_file(path, draw(shown))
                 note(f"wrote {path}")
+    if tables_svg is not None:
+        if result.tables is None:
+            raise UsageError(
+                "--tables-svg: this model has no embedding tables to place",
+                fix="Leave it out; tables are placed where they are most of a model.",
+            )
+        from headway.report.pictures.table_placement import tables_picture
+
+        name = f"{recipe} on {cluster_name(result)}"
+        write_file(tables_svg, tables_picture(result.tables.placement, title=name))
+        note(f"wrote {tables_svg}")
     if out is not None:
         result.save(out, take=take)
         note(f"wrote {out}")
