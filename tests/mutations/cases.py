@@ -1030,7 +1030,7 @@ def warming() -> Recipe:
 
 
 # What is wanted of here is defined by now.
-for _room in ("data", "split"):
+for _room in ("data", "split", "table"):
     importlib.import_module(f"mutations.{_room}_cases")
 
 
