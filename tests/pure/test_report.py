@@ -433,6 +433,17 @@ def test_pictures_are_xml_with_colours_of_the_page_and_without_metadata(run):
     assert not re.findall(r"(?<!, )#[0-9a-f]{6}", svg)
 
 
+def test_each_metric_of_two_validations_has_a_picture(run):
+    rows = [
+        {"event": "validation", "step": 1, "loss": 1.0, "metrics": {"auc <&>": 0.5, "once": 1.0}},
+        {"event": "validation", "step": 2, "loss": 1.0, "metrics": {"auc <&>": 0.75}},
+    ]
+    (name, svg), (other, none) = training_curves.metric_pictures(history_of(run, *rows))
+    assert (name, other, none) == ("auc <&>", "once", None)
+    ElementTree.fromstring(svg)
+    assert "Validation auc &lt;&amp;&gt;" in write_report(run).html.read_text()
+
+
 def test_references_of_two_pictures_in_one_page_do_not_meet():
     def ids(name):
         def paint(figure):

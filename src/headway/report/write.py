@@ -89,6 +89,7 @@ def _curves(history: RunHistory) -> list[tuple[str, str]]:
     """The pictures over the steps that have something to show, with their headings."""
     drawn = (
         ("Loss", training_curves.loss_picture(history)),
+        *((f"Validation {n}", svg) for n, svg in training_curves.metric_pictures(history)),
         ("Throughput", training_curves.throughput_picture(history)),
         ("Memory per rank", training_curves.memory_picture(history)),
         ("Learning rate", training_curves.rate_picture(history)),

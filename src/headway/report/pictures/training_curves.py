@@ -87,6 +87,33 @@ def loss_picture(history: RunHistory) -> str | None:
     return draw("loss", SIZE, paint, alt="Training and validation loss over the steps")
 
 
+MOST_METRICS = 6
+"""Metrics that have a picture; the last value of all of them is among the facts."""
+
+
+def metric_pictures(history: RunHistory) -> list[tuple[str, str | None]]:
+    """For each metric of the validations its name, and its values where there are two or more."""
+    names = dict.fromkeys(name for entry in history.validations for name in entry.metrics)
+    chosen = list(names)[:MOST_METRICS]
+    return [(name, _metric_picture(history, n, name)) for n, name in enumerate(chosen)]
+
+
+def _metric_picture(history: RunHistory, number: int, name: str) -> str | None:
+    points = _finite(
+        (entry.step, entry.metrics.get(name, math.nan)) for entry in history.validations
+    )
+    if len(points) < 2:
+        return None
+
+    def paint(figure: Figure) -> None:
+        axes = plain_axes(figure)
+        axes.plot(*_columns(points), color=colour("series-1"), marker="o", markersize=4, label=name)
+        _mark_restarts(axes, history)
+        _finish(axes, name, [])
+
+    return draw(f"metric-{number}", SIZE, paint, alt=f"{name} of the validations over the steps")
+
+
 def throughput_picture(history: RunHistory) -> str | None:
     """Samples per second of every step."""
     points = _finite((step.step, step.rate) for step in history.steps)
