@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from headway.errors import DataError, PlanError, UsageError
+from headway.errors import CheckpointMismatch, DataError, PlanError, UsageError
 from headway.nn import DynamicEmbeddingBag, split_dynamic_tables
 from headway.optim import RowWiseAdagrad
 from headway.parallel.tables.table_parts import hashed_parts
@@ -143,8 +143,18 @@ def test_a_whole_table_is_dealt_and_reads_as_before(world):
     one.table.upsert(torch.arange(50), rows)
     keys, lengths = torch.arange(30 + world.rank, 60), torch.tensor([4, 0, 26 - world.rank])
     whole = model(keys=keys, lengths=lengths)
+    state = model.state_dict()
     split_dynamic_tables(model)
-    assert 10 < len(one.table) < 40
+    own = as_dict(one.table)
+    assert 10 < len(own) < 40
+    part = model.state_dict()
+    for saved in (state, part):  # of one process, and this rank's own
+        model.load_state_dict(saved)
+        assert as_dict(one.table) == own
+    with pytest.raises(
+        CheckpointMismatch, match=f"rank {world.rank} of 2 cannot be .* rank 0 of 1"
+    ):
+        DynamicEmbeddingBag(DIM, max_norm=1.0).load_state_dict(model.bags[0].state_dict())
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
             split = model(keys=keys, lengths=lengths)

@@ -99,6 +99,7 @@ class DynamicEmbeddingBag(nn.Module):
             table = DynamicTable(dim, **law)
         self.table = table
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a hash table is no graph of fixed shapes
     def forward(
         self,
         keys: Tensor,

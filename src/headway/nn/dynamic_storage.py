@@ -88,15 +88,14 @@ class KeyIndex:
 
     def find(self, keys: Tensor) -> Tensor:
         """Row numbers of keys [n], -1 for those that are missing; int64 [n]."""
-        return self._search(keys, self._homes(keys))[1]
+        rows = self._search(keys, self._homes(keys))[1]
+        return rows if self._used == self.size else rows.clamp_(min=-1)
 
     def _search(self, keys: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """From a slot on, where each key is, or the first empty slot; and what it says there."""
+        """From a slot on, where each key is or was, or the first empty slot; what it says there."""
         entries = take_rows(self._entries, slots)
         rows = entries[:, 1].contiguous()
         going = (entries[:, 0] != keys) & (rows != _EMPTY)
-        if self._used > self.size:
-            going |= rows == _REMOVED
         waiting = going.nonzero().squeeze(1)
         if not len(waiting):
             return slots, rows
@@ -109,8 +108,7 @@ class KeyIndex:
             near &= self.slots - 1
             entries = take_rows(self._entries, near.view(-1)).view(*near.shape, 2)
             found = entries[..., 1]
-            stops = (entries[..., 0] == keys.unsqueeze(1)) & (found != _REMOVED)
-            stops |= found == _EMPTY
+            stops = (entries[..., 0] == keys.unsqueeze(1)) | (found == _EMPTY)
             first = stops.to(torch.uint8).argmax(1, keepdim=True)
             there = stops.gather(1, first).squeeze(1)
             rows[waiting] = found.gather(1, first).squeeze(1)

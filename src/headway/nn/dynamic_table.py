@@ -212,6 +212,9 @@ class DynamicTable(nn.Module):
             tables: Those that exchange lookups.
         """
         self.name, self._tables = name, tables
+        self._keep_own()
+
+    def _keep_own(self) -> None:
         for store in (self._rows, self._waiting):
             for keys, _ in list(store.index.chunks()):
                 store.remove(keys[~self.is_here(keys)])
@@ -531,7 +534,7 @@ class DynamicTable(nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """All keys and rows, in the order of row numbers, as optimisers have their states."""
-        state: dict[str, Any] = {"law": self._law(), "clock": self.clock}
+        state: dict[str, Any] = {"law": self._law(), "clock": self.clock, "part": self._part()}
         for name, store in (("rows", self._rows), ("waiting", self._waiting)):
             keys = torch.zeros(store.high, dtype=torch.int64, device=self._device)
             for some, rows in store.index.chunks():
@@ -548,6 +551,13 @@ class DynamicTable(nn.Module):
         """
         if state["law"] != self._law():
             raise self._mismatch(state["law"])
+        if state["part"] not in ([0, 1], self._part()):
+            raise CheckpointMismatch(
+                f"the part of rank {state['part'][0]} of {state['part'][1]} cannot be loaded as "
+                f"that of rank {self._part()[0]} of {self._part()[1]}",
+                why="A state_dict of a table that is split has this rank's keys alone.",
+                fix="Save table.pieces() on each rank, and give all of them to table.take_piece.",
+            )
         self.clock = state["clock"]
         self._forget_step()
         stores = []
@@ -561,6 +571,11 @@ class DynamicTable(nn.Module):
             store.adopt(saved["keys"].to(self._device), taken)
             stores.append(store)
         self._rows, self._waiting = stores
+        self._keep_own()
+
+    def _part(self) -> list[int]:
+        """This rank, and of how many."""
+        return [0, 1] if self._tables is None else [self._tables.wire.rank, self._tables.wire.size]
 
     def _law(self) -> dict[str, Any]:
         return {
