@@ -138,6 +138,33 @@ def compare(world, make, batches_of, way, *, travels="auto", touched=True, loss_
     return found, tables
 
 
+def after_steps(world, make, batches_of, way, optimizer, steps=5):
+    """Largest differences of parameters after some steps, split and serial."""
+    torch.manual_seed(3)
+    serial = make().double()
+    split = copy.deepcopy(serial)
+    names = table_names(serial)
+    tables = split_tables(split, placements(serial, way, world.size), world.group)
+    serial_steps, split_steps = optimizer(serial.parameters()), optimizer(split.parameters())
+    for step in range(steps):
+        batches = batches_of(world.size, step)
+        count = sum(len(batch["square"]) for batch in batches)
+        for model, data, own in (
+            (serial, merged(batches), serial_steps),
+            (split, batches[world.rank], split_steps),
+        ):
+            own.zero_grad()
+            (model(with_offsets(data)).tanh().square().sum() / count).backward()
+            if model is split:
+                sum_dense(split, names, world)
+            own.step()
+    held = dict(serial.named_parameters())
+    return {
+        name: differ(tables.whole(name, p.detach()) if name in names else p, held[name])
+        for name, p in split.named_parameters()
+    }
+
+
 def differ(found, expected):
     if not expected.numel():
         return 0.0

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from headway.parallel.spatial.pointwise_and_reductions import batch_norm_over
 from headway.parallel.split_tensor import SpatialAxis
+from headway.parallel.tables import taken
 
 
 class GlobalNorm(TorchFunctionMode):
@@ -66,7 +67,5 @@ class GlobalNorm(TorchFunctionMode):
             return functional.batch_norm(
                 input, running_mean, running_var, weight, bias, False, momentum, eps
             )
-        return batch_norm_over(
-            self._axis, self._counted, input, (running_mean, running_var), weight, bias, momentum,
-            eps,
-        )  # fmt: skip
+        running, x = (running_mean, running_var), taken(input)
+        return batch_norm_over(self._axis, self._counted, x, running, weight, bias, momentum, eps)
