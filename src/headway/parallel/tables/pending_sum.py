@@ -24,6 +24,7 @@ from torch.autograd.function import Function, once_differentiable
 from headway.parallel.tables.places import (
     Places,
     add_at,
+    are_apart,
     entries_at,
     numbers_of,
     picked,
@@ -114,10 +115,7 @@ class PendingSum:
     @property
     def is_apart(self) -> bool:
         """Whether each entry is whole on one rank: functions of entries act on blocks, too."""
-        if sum(block.width for block in self.blocks) != self.size:
-            return False
-        listed = [numbers_of(block.places) for block in self.blocks]
-        return len(torch.unique(torch.cat(listed))) == self.size
+        return are_apart(self.size, tuple(block.places for block in self.blocks))
 
     def with_blocks(
         self,

@@ -9,7 +9,8 @@ there are is refused, and so is one that does not leave samples apart.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -27,7 +28,21 @@ from headway.parallel.tables.pending_sum import (
     spread_over_samples,
     take,
 )
-from headway.parallel.tables.places import Places, compact, entries_at, numbers_of, probe
+from headway.parallel.tables.places import (
+    Places,
+    at_owners,
+    carried,
+    content_of,
+    entries_at,
+    in_order,
+    numbers_of,
+    owners_of,
+    probe,
+    same_places,
+    sum_targets,
+    sums_at,
+)
+from headway.parallel.tables.places import joined as places_joined
 from headway.parallel.tables.row_gradients import BatchUse, pooled_here
 
 Form = PendingSum | OwnedRows
@@ -159,7 +174,7 @@ def _both(batch: BatchUse, *tokens: Tensor) -> Tensor:
 def _alike(x: PendingSum, y: PendingSum) -> bool:
     """Whether blocks have the same owners and places."""
     return len(x.blocks) == len(y.blocks) and all(
-        a.owner == b.owner and torch.equal(numbers_of(a.places), numbers_of(b.places))
+        a.owner == b.owner and same_places(a.places, b.places)
         for a, b in zip(x.blocks, y.blocks, strict=True)
     )
 
@@ -333,8 +348,8 @@ def _contracted(x: PendingSum, y: PendingSum) -> PendingSum:
     if size * len(set(owners)) >= sum(marks.values()):
         raise RuleRefused("its result would be more numbers to send")
     went: dict[Any, tuple[Tensor, Tensor]] = {}
-    first, token = _entries_of(x, torch.tensor(owners).expand(x.tail), went)
-    second, other = _entries_of(y, torch.tensor(owners).unsqueeze(1).expand(y.tail), went)
+    first, token = _entries_of(x, owners, False, went)
+    second, other = _entries_of(y, owners, True, went)
     local = None
     wire = x.batch.talk.wire
     if wire.rank in owners:
@@ -350,57 +365,51 @@ def _contracted(x: PendingSum, y: PendingSum) -> PendingSum:
     return x.with_blocks(blocks, tail, _both(x.batch, token, other))
 
 
-def _owners(x: PendingSum, y: PendingSum) -> list[int]:
+def _owners(x: PendingSum, y: PendingSum) -> tuple[int, ...]:
     """Of each entry of the dimension that is summed over the rank that has all there is of it."""
-    found: list[set[int]] = [set() for _ in range(x.tail[1])]
-    for value, by_row in ((x, False), (y, True)):
-        if not value.is_apart:
-            raise RuleRefused("its entries are sums that are still to be taken")
-        for block in value.blocks:
-            places = numbers_of(block.places)
-            met = places // value.tail[1] if by_row else places % value.tail[1]
-            if block.owner != OWN:
-                for number in torch.unique(met).tolist():
-                    found[number].add(block.owner)
+    if not x.is_apart or not y.is_apart:
+        raise RuleRefused("its entries are sums that are still to be taken")
+    first, second = (
+        owners_of(tuple((b.owner, b.places) for b in v.blocks), v.tail[1], by_row, OWN)
+        for v, by_row in ((x, False), (y, True))
+    )
+    found = [a | b for a, b in zip(first, second, strict=True)]
     if any(len(ranks) != 1 for ranks in found):
         raise RuleRefused("what would be multiplied lies on several ranks")
-    return [ranks.pop() for ranks in found]
+    return tuple(next(iter(ranks)) for ranks in found)
 
 
 def _entries_of(
-    x: PendingSum, owners: Tensor, went: dict[Any, tuple[Tensor, Tensor]]
+    x: PendingSum, owners: tuple[int, ...], by_row: bool, went: dict[Any, tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
     """What this rank has of the entries that are its own, in order, and a token; collective.
 
     Args:
-        owners: Of each entry of a sample, [*tail].
+        owners: Of each row of a sample, or of each column.
         went: What has gone to the owners already.
     """
-    flat = owners.reshape(-1)
-    rank, ranks = x.batch.talk.wire.rank, range(x.batch.talk.wire.size)
-    parts = [b.local for b in x.blocks if b.owner == rank and b.local is not None]
-    places = [numbers_of(b.places) for b in x.blocks if b.owner == rank]
+    wire = x.batch.talk.wire
+    here = [block for block in x.blocks if block.owner == wire.rank]
+    parts = [block.local for block in here if block.local is not None]
+    places = [block.places for block in here]
     token = x.token
     own = [block for block in x.blocks if block.owner == OWN and block.local is not None]
     if own:
-        where = torch.cat([numbers_of(block.places) for block in own])
-        wanted = [compact((flat[where] == r).nonzero().squeeze(1)) for r in ranks]
-        numbers = [tuple(numbers_of(part).tolist()) for part in wanted]
-        key = tuple(id(block.mark) for block in own), tuple(numbers)
+        listed = tuple(block.places for block in own)
+        wanted, where = at_owners(listed, owners, x.tail[1], by_row, wire.size)
+        key = tuple(id(block.mark) for block in own), tuple(map(content_of, wanted))
         if key not in went:
             entries = _side_by_side([b.local for b in own if b.local is not None])
             went[key] = spread_over_samples(x, entries, wanted)
         part, token = went[key]
         token = _both(x.batch, x.token, token)
         parts.append(part)
-        places.append(where[numbers_of(wanted[rank])])
+        places.append(where[wire.rank])
     if not parts:
-        return torch.empty(0, dtype=x.dtype, device=x.batch.talk.wire.device), token
-    order = torch.cat(places).argsort()
+        return torch.empty(0, dtype=x.dtype, device=wire.device), token
+    order = in_order(tuple(places))
     found = _side_by_side(parts)
-    if not bool((order == torch.arange(len(order))).all()):
-        found = found.index_select(1, order.to(found.device))
-    return found, token
+    return found if order is None else found.index_select(1, order.to(found.device)), token
 
 
 # Sums over entries of a sample.
@@ -424,9 +433,7 @@ def total(
         if not dims:
             return summed
         x = summed
-    kept = [1 if d + 1 in dims else n for d, n in enumerate(x.tail)]
-    target = probe(kept).expand(1, *x.tail).reshape(-1)
-    tail = kept if keepdim else [n for d, n in enumerate(x.tail) if d + 1 not in dims]
+    target, tail = sum_targets(x.tail, frozenset(dims), keepdim)
     found: PendingSum = x.with_blocks([_summed(block, target) for block in x.blocks], tail)
     return found
 
@@ -485,23 +492,19 @@ def _rows_summed(x: OwnedRows, dims: set[int], keepdim: bool) -> tuple[PendingSu
 
 def _summed(block: Block, target: Tensor) -> Block:
     """Entries that go to one place added up; `target`: of each place that of its sum."""
-    into = target[numbers_of(block.places)]
-    found, inverse = torch.unique(into, return_inverse=True)
-    if len(found) == len(into):
-        order = into.argsort()
-        in_order = bool((order == torch.arange(len(into))).all())
-        places = compact(found)
-        if in_order:
-            return block.at(places) if block.source is None else block.mapped(Tensor.clone, places)
-        return block.mapped(lambda t: entries_at(t, order), places)
-    if len(found) == 1:
-        return block.mapped(lambda t: t.sum(1, keepdim=True), compact(found))
+    places, order, together = sums_at(block.places, target)
+    if order is None:
+        return block.at(places)
+    if not together:
+        return block.mapped(partial(entries_at, places=order), places)
+    if len(places) == 1:
+        return block.mapped(lambda t: t.sum(1, keepdim=True), places)
 
     def added(t: Tensor) -> Tensor:
-        zeros = t.new_zeros(len(t), len(found))
-        return zeros.index_add(1, inverse.to(t.device), t)
+        zeros = t.new_zeros(len(t), len(places))
+        return zeros.index_add(1, order.to(t.device), t)
 
-    return block.mapped(added, compact(found))
+    return block.mapped(added, places)
 
 
 # Other shapes, parts and joints of samples.
@@ -528,11 +531,43 @@ def indexing(context: Any, func: Callable[..., Any], x: Any, *args: Any, **kwarg
         return _flat_rows(x, name, args, kwargs)
     if not isinstance(x, PendingSum) or not _LEAVES_SAMPLES[name](1 + len(x.tail), args, kwargs):
         raise RuleRefused("it does not leave samples as they are")
+    key = _hashable(args), _hashable(kwargs)
+    kind, sources = _sources(func, x.tail, _Call(key, args, kwargs))
+    moved = [x.moved(source, tail) for source, tail in sources]
+    return moved[0] if kind is None else kind(moved)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Arguments of a function; two are the same if their keys are."""
+
+    key: Any
+    args: Any = field(compare=False)
+    kwargs: Any = field(compare=False)
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return tuple(map(_hashable, value))
+    if isinstance(value, dict):
+        return tuple((key, _hashable(entry)) for key, entry in sorted(value.items()))
+    if isinstance(value, slice):
+        return "slice", value.start, value.stop, value.step
+    return ("tensor", *value.tolist()) if isinstance(value, Tensor) else value
+
+
+@lru_cache(1024)
+def _sources(
+    func: Callable[..., Any], tail: tuple[int, ...], call: _Call
+) -> tuple[Any, tuple[tuple[Tensor, torch.Size], ...]]:
+    """The container of a function's results, if there are several; for each of them, from where
+    its entries are, and the shape of a sample."""
     with torch.no_grad():
-        found = func(probe(x.tail), *args, **kwargs)
-    results = found if isinstance(found, tuple | list) else (found,)
-    moved = [x.moved(result.reshape(-1), result.shape[1:]) for result in results]
-    return type(found)(moved) if isinstance(found, tuple | list) else moved[0]
+        found = func(probe(tail), *call.args, **call.kwargs)
+    several = isinstance(found, tuple | list)
+    results = found if several else (found,)
+    sources = tuple((result.reshape(-1), result.shape[1:]) for result in results)
+    return type(found) if several else None, sources
 
 
 def _flat_rows(x: OwnedRows, name: str, args: Any, kwargs: Any) -> OwnedRows:
@@ -600,17 +635,11 @@ def joined(context: Any, func: Callable[..., Any], parts: Any, dim: int = 0) -> 
     if not isinstance(first, PendingSum) or dim % (1 + len(first.tail) + stacks) == 0:
         raise RuleRefused("samples do not lie next to each other")
     pending = [_as_pending(x, first) for x in parts]
-    sizes = [x.size for x in pending]
-    begins = [sum(sizes[:number]) for number in range(len(sizes))]
-    probes = [probe(x.tail) + begin for x, begin in zip(pending, begins, strict=True)]
-    source = func(probes, dim)
-    place_of = torch.empty(sum(sizes), dtype=torch.int64)
-    place_of[source.reshape(-1)] = torch.arange(sum(sizes))
-    blocks = [
-        block.at(compact(place_of[numbers_of(block.places) + begin]))
-        for x, begin in zip(pending, begins, strict=True)
-        for block in x.blocks
-    ]
+    source, place_of = places_joined(tuple(x.tail for x in pending), dim, stacks)
+    blocks, begin = [], 0
+    for x in pending:
+        blocks += [block.at(carried(block.places, place_of, begin)) for block in x.blocks]
+        begin += x.size
     token = _both(first.batch, *(x.token for x in pending))
     return first.with_blocks(blocks, source.shape[1:], token)
 
