@@ -188,7 +188,7 @@ def test_a_described_cluster_as_levels():
 
 
 def test_every_number_of_a_preset_has_a_source():
-    plain = {"name", "source"}
+    plain = {"name", "source", "tiers"}  # of tiers each names its own
     measured = {"overlap": 1.0, "kinds": {}, "gather": 0.0, "host": HostOverhead()}  # of no effect
     for name in DATASHEETS:
         device = assumed_machine(name).device

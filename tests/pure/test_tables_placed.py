@@ -162,6 +162,16 @@ def test_a_cluster_of_nodes_has_tables_on_one_node_and_grids():
     assert ways == ["copies", "table", "column", "column", "row", "table_row", "table_row", "grid"]
 
 
+def test_what_the_optimiser_does_to_rows_limits_the_ways():
+    tiers = tier_machine(cluster(4, nodes=2, nvme=8.0))
+    (ways,) = tier_problem([table(divides=False)], tiers, samples=8).options
+    assert {option.way for option in ways} == {"copies", "table", "row", "table_row"}
+    (ways,) = tier_problem([table(sparse=False)], tiers, samples=8).options
+    assert {form.slow for option in ways for form in option.forms} == {0, 1}
+    narrow = tier_problem([table(columns=4)], tiers, samples=8).options[0]
+    assert [option.columns for option in narrow if option.way == "column"] == [2]
+
+
 def test_a_table_that_does_not_fit_is_refused_with_what_is_missing():
     with pytest.raises(NothingFits) as caught:
         place([table("huge", rows=100_000_000)], cluster(2))

@@ -72,6 +72,7 @@ def recipe_tables(recipe: Recipe, graph: ModelGraph, samples: int) -> tuple[Tabl
                 element_state=float(law.by_element * demand.itemsize + gradient),
                 row_state=float(law.by_row * demand.itemsize),
                 sparse=law.touched,
+                divides=law.columns,
             )
         )
     return tuple(found)

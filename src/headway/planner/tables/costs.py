@@ -26,6 +26,8 @@ from headway.planner.tables.demand import ID_BYTES, SAMPLE_BYTES, TableDemand, t
 
 HOT_SHARES = (0.5, 0.8, 0.9, 0.99)
 """Of the lookups: hot rows that take so much of them are what may lie in a faster tier."""
+_STAGING = 1.25
+"""Times the rows that a step is expected to use: steps differ."""
 _SAMPLE = 2**30
 """Bytes with which the cost of one byte of an exchange is found."""
 
@@ -146,7 +148,7 @@ def _options(demand: TableDemand, machine: TierMachine, samples: int) -> Iterato
     yield price.option("table", every, pieces=1)
     if machine.ranks == 1:
         return
-    for ranges in column_counts(demand.columns, machine.ranks):
+    for ranges in column_counts(demand.columns, machine.ranks) if demand.divides else ():
         yield price.option("column", every, pieces=ranges, columns=ranges)
     yield from _row_options(price, demand, machine, every)
 
@@ -166,14 +168,16 @@ def _row_options(
         return
     for node in machine.nodes:
         yield price.option("table_row", node, parts=len(node))
-    if len(sizes) == 1 and demand.columns % len(machine.nodes) == 0:
+    nodes = len(machine.nodes)
+    if demand.divides and len(sizes) == 1 and demand.columns % nodes == 0 < demand.columns - nodes:
         yield price.option("grid", every, columns=len(machine.nodes), parts=max(sizes))
 
 
 def column_counts(columns: int, ranks: int) -> list[int]:
-    """Numbers of equal ranges of columns: powers of two, and one for each rank."""
+    """Numbers of equal ranges of several columns: powers of two, and one for each rank."""
     powers = (2**n for n in range(1, ranks.bit_length()))
-    return sorted(n for n in {*powers, ranks} if 1 < n <= ranks and columns % n == 0)
+    counts = (n for n in {*powers, ranks} if 1 < n <= ranks and columns % n == 0)
+    return sorted(n for n in counts if n < columns)
 
 
 class _Price:
@@ -198,7 +202,8 @@ class _Price:
         unique = self.skew.unique(self.samples * d.bag)
         sent = count * unique * (ID_BYTES + d.columns * d.itemsize)
         seconds = self.machine.gathered(sent) if count > 1 else 0.0
-        forms = self._forms(1, 1, seconds, lookups=self.samples * d.bag, shares=[1.0] * count)
+        lookups = self.samples * d.bag
+        forms = self._forms(1, 1, seconds, lookups=lookups, shares=[1.0] * count, whole=count > 1)
         return Option(
             way="copies",
             pieces=count,
@@ -250,21 +255,38 @@ class _Price:
         return ID_BYTES * lookups + 2 * self.machine.ranks * unique / parts * row
 
     def _forms(
-        self, columns: int, parts: int, exchange: float, *, lookups: float, shares: Sequence[float]
+        self,
+        columns: int,
+        parts: int,
+        exchange: float,
+        *,
+        lookups: float,
+        shares: Sequence[float],
+        whole: bool = False,
     ) -> tuple[Form, ...]:
-        """Every tier alone, and every two of them with the hot rows in the faster one."""
-        tiers = range(len(self.machine.tiers))
-        found = [
-            self._form(columns, parts, exchange, lookups, shares, tier, tier, 0) for tier in tiers
-        ]
-        found += [
+        """Every tier alone, and every two of them with the hot rows in the faster one. No piece
+        lies in a mapped file alone, nor where a step updates rows that this rank has not looked
+        up: all of them, or with copies (`whole`) those of other ranks.
+        """
+        mapped = self.machine.mapped
+        tiers = [n for n, far in enumerate(mapped) if not far or (self.demand.sparse and not whole)]
+        staged = self._staged(parts, max(shares))
+        pairs = [(tier, tier, 0) for tier in tiers if not mapped[tier]]
+        for fast in tiers:
+            counts = {*self.hot, self._filling(columns, parts, fast), staged}
+            for slow in (tier for tier in tiers if tier > fast and not mapped[fast]):
+                least = staged if mapped[slow] else 1
+                pairs += [(fast, slow, n) for n in counts if least <= n < self.demand.rows]
+        return tuple(
             self._form(columns, parts, exchange, lookups, shares, fast, slow, hot)
-            for fast in tiers
-            for slow in tiers[fast + 1 :]
-            for hot in {*self.hot, self._filling(columns, parts, fast)}
-            if 0 < hot < self.demand.rows
-        ]
-        return tuple(found)
+            for fast, slow, hot in sorted(pairs)
+        )
+
+    def _staged(self, parts: int, share: float) -> int:
+        """Hot rows of which a piece holds as many as a step uses: what comes from a mapped file is
+        in memory while it is used."""
+        used = self.skew.unique(self.batch * self.demand.bag) * share
+        return parts * int(_STAGING * used + 1)
 
     def _filling(self, columns: int, parts: int, tier: int) -> int:
         """Hot rows whose piece fills a tier: of a table too large for it as much as it holds."""

@@ -41,6 +41,8 @@ class TableDemand:
         element_state: Bytes beside each element: the optimiser's, and of a dense gradient.
         row_state: Bytes beside each row: of row-wise Adagrad.
         sparse: Whether a step updates only the rows that were looked up.
+        divides: Whether ranges of columns are updated as the whole rows are; not by row-wise
+            Adagrad.
         skew: How lookups fall on rows; None: evenly.
     """
 
@@ -53,6 +55,7 @@ class TableDemand:
     element_state: float = 0.0
     row_state: float = 0.0
     sparse: bool = True
+    divides: bool = True
     skew: AccessSkew | None = None
 
     @property

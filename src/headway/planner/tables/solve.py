@@ -133,7 +133,7 @@ def _even_bound(problem: PlacementProblem, seconds: float) -> tuple[float, tuple
     for rank in range(problem.ranks):
         classes.setdefault(problem.capacity[:, rank].tobytes(), []).append(rank)
     scale = max(_simple_bound(problem), 1e-300)
-    rows, size = _Rows(), 1
+    rows, size = _Rows(), 1 + len(problem.latencies)
     load: list[dict[int, float]] = [{} for _ in classes]
     room: list[dict[int, float]] = [{} for _ in range(len(classes) * len(problem.tiers))]
     binaries: list[list[int]] = []
@@ -142,6 +142,8 @@ def _even_bound(problem: PlacementProblem, seconds: float) -> tuple[float, tuple
         size += len(options)
         rows.add(dict.fromkeys(binaries[-1], 1.0), 1.0, 1.0)
         for option, x in zip(options, binaries[-1], strict=True):
+            if option.exchange is not None:
+                rows.add({x: 1.0, 1 + option.exchange: -1.0}, -np.inf, 0.0)
             pieces = {x: -float(option.pieces)}
             for number, members in enumerate(classes.values()):
                 own = sorted({*members} & {*option.ranks})
@@ -169,8 +171,11 @@ def _even_bound(problem: PlacementProblem, seconds: float) -> tuple[float, tuple
     chosen = [x for own in binaries for x in own]
     whole[chosen] = high[chosen] = 1.0
     high[0] = np.inf
+    cost = np.zeros(size)
+    cost[0] = 1.0
+    cost[1 : 1 + len(problem.latencies)] = np.array(problem.latencies) / scale
     result = _milp(
-        np.eye(1, size)[0],
+        cost,
         integrality=whole,
         bounds=optimize.Bounds(np.zeros(size), high),
         constraints=rows.constraint(size),
