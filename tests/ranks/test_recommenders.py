@@ -11,7 +11,7 @@ from support.monitored import events
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* processes share .* CPU cores")
 
-RANDOM = ["arguments.data=random", "arguments.samples=400", "arguments.rows=40",
+RANDOM = ["arguments.data=random", "arguments.samples=400",
           "arguments.places=2", "arguments.tables=3", "arguments.batch=24",
           "arguments.validate_every=3"]  # fmt: skip
 
@@ -22,6 +22,8 @@ RANDOM = ["arguments.data=random", "arguments.samples=400", "arguments.rows=40",
         ("dlrm", 2, []),
         ("dlrm", 3, ["split.tables=table"]),
         ("dlrm", 2, ["split.tables=hash"]),
+        ("dlrm", 2, ["split.tables=row", "arguments.compress=quotient", "arguments.rows=300"]),
+        ("dlrm", 2, ["split.tables=hash", "arguments.compress=mixed", "arguments.rows=300"]),
         ("des-fm", 3, ["split.tables=hash"]),
         ("des-fm", 2, ["split.tables=column", "arguments.field_aware=true"]),
         ("wide-deep", 2, ["split.tables=row"]),

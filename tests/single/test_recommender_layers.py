@@ -8,14 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from headway.errors import RecipeError
+from headway.errors import RecipeError, UsageError
 from headway.nn import (
     CrossLayer,
     CrossLayerV2,
     FactorizationMachine,
     FieldAwareFactorizationMachine,
     PairwiseDots,
+    ProjectedBag,
+    QuotientRemainderBag,
 )
+from headway.nn.compressed import mixed_width
 from headway.workloads.dcn import DCN
 from headway.workloads.deepfm import DeepFM
 from headway.workloads.des_fm import FM
@@ -99,7 +102,9 @@ def test_clamped_probabilities():
     assert found.max().item() == pytest.approx(0.99)
 
 
-@pytest.mark.parametrize("arguments", [{"interaction": "sum"}, {"clamp": 0.5}, {"clamp": -0.1}])
+@pytest.mark.parametrize(
+    "arguments", [{"interaction": "sum"}, {"compress": "zip"}, {"clamp": 0.5}, {"clamp": -0.1}]
+)
 def test_dlrm_refuses(arguments):
     with pytest.raises(RecipeError):
         DLRM(4, FIELDS, **arguments)
@@ -152,6 +157,45 @@ def test_cross_layers_equal_their_formulas():
         torch.testing.assert_close(layer(first, x), expected)
 
 
+@pytest.mark.parametrize("join", ["mult", "add", "concat"])
+def test_quotients_and_remainders_make_rows(join):
+    bag = scattered(QuotientRemainderBag(10, 4, remainders=3, join=join))
+    assert [t.num_embeddings for t in (bag.quotient, bag.remainder)] == [4, 3]
+    ids, weights = torch.tensor([[9, 9, 1], [0, 5, 2]]), torch.randn(2, 3).double()
+    q, r = bag.quotient.weight, bag.remainder.weight
+    join_rows = {"mult": torch.mul, "add": torch.add, "concat": lambda a, b: torch.cat((a, b))}[
+        join
+    ]
+    for n in range(2):
+        rows = [join_rows(q[i // 3], r[i % 3]) for i in ids[n].tolist()]
+        expected = sum(w * row for w, row in zip(weights[n], rows, strict=True))
+        torch.testing.assert_close(bag(ids, per_sample_weights=weights)[n], expected)
+        torch.testing.assert_close(bag(ids)[n], sum(rows))
+    with pytest.raises(UsageError, match="width is even"):
+        QuotientRemainderBag(10, 3, join="concat")
+
+
+def test_narrow_rows_are_widened():
+    bag = scattered(ProjectedBag(10, 2, 5))
+    ids = torch.tensor([[9, 9, 1]])
+    expected = (bag.table.weight[[9, 9, 1]] @ bag.widen.weight.T).sum(0)
+    torch.testing.assert_close(bag(ids)[0], expected)
+    widths = [mixed_width(rows, 10, 16, 0.5) for rows in (10, 40, 160, 1000, 10**9)]
+    assert widths == [16, 8, 4, 2, 1]
+    assert mixed_width(10**9, 10, 16, 0.0) == 16
+
+
+@pytest.mark.parametrize(("compress", "share"), [("quotient", 0.3), ("mixed", 0.6)])
+def test_compressed_dlrm_is_smaller_and_learns_every_id(compress, share):
+    fields = (Field("few", 30), Field("many", 3000, 2))
+    plain, small = (DLRM(4, fields, compress=c) for c in ("none", compress))
+    sizes = [sum(p.numel() for p in model.tables.parameters()) for model in (plain, small)]
+    assert sizes[1] < share * sizes[0]
+    dense, ids = torch.randn(8, 4), torch.randint(30, (8, 3))
+    small(dense, ids).sum().backward()
+    assert all(p.grad.abs().sum() > 0 for p in small.tables.parameters())
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -163,11 +207,13 @@ def test_cross_layers_equal_their_formulas():
         DCN,
         lambda data: DCN(data, version=1),
         lambda data: DLRM(len(data.numbers), data.fields),
+        lambda data: DLRM(len(data.numbers), data.fields, compress="quotient"),
+        lambda data: DLRM(len(data.numbers), data.fields, compress="mixed"),
     ],
 )
 def test_an_empty_place_counts_for_nothing(make):
     """Ids of an empty place do not matter, and neither does their order in a bag."""
-    data = planted(50, tables=3, places=3, rows=9)
+    data = planted(50, tables=3, places=3, rows=300)
     model = scattered(make(data))
     dense, ids, _ = data.training.read(range(8))
     ids[:, 1] = -1

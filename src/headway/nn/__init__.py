@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headway.nn.compressed import ProjectedBag, QuotientRemainderBag
     from headway.nn.cross import CrossLayer, CrossLayerV2
     from headway.nn.dots import PairwiseDots
     from headway.nn.dynamic_bag import DynamicEmbeddingBag
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from headway.nn.keys_of_fields import field_keys
 
 _HOMES = {
+    "compressed": "ProjectedBag QuotientRemainderBag",
     "cross": "CrossLayer CrossLayerV2",
     "dots": "PairwiseDots",
     "dynamic_bag": "DynamicEmbeddingBag",
@@ -36,6 +38,8 @@ __all__ = [
     "FactorizationMachine",
     "FieldAwareFactorizationMachine",
     "PairwiseDots",
+    "ProjectedBag",
+    "QuotientRemainderBag",
     "field_keys",
     "split_dynamic_tables",
 ]

@@ -22,15 +22,19 @@ import torch
 from torch import Tensor, nn
 
 from headway.errors import RecipeError
+from headway.nn.compressed import ProjectedBag, QuotientRemainderBag, mixed_width
 from headway.nn.dots import PairwiseDots
 from headway.run.recipe.recipe import Recipe
 from headway.workloads.recommender.click_data import ClickData, Field
-from headway.workloads.recommender.layers import FieldTables, dense_layers
+from headway.workloads.recommender.layers import FieldTables, dense_layers, plain_table
 from headway.workloads.recommender.recipes import click_recipe
 
 # ruff: noqa: N803, N806 (shape suffixes)
 
 Interaction = Literal["dot", "cat"]
+Compression = Literal["none", "quotient", "mixed"]
+COMPRESSED_ROWS = 200
+"""Tables of more rows than this can be compressed."""
 
 
 class DLRM(nn.Module):
@@ -45,9 +49,13 @@ class DLRM(nn.Module):
             "cat": all vectors, one behind the other.
         itself: Also the dot products of each vector with itself.
         clamp: Probabilities keep this distance from 0 and 1.
+        compress: Tables of more than 200 rows: "quotient": each is two, of rows / `remainders` and
+            `remainders` rows, whose rows are multiplied; "mixed": its rows have width x (fewest
+            rows of a table / rows)^`power`, and a layer widens them.
 
     Raises:
-        RecipeError: There is no such interaction, or `clamp` is no distance below 1/2.
+        RecipeError: There is no such interaction or compression, or `clamp` is no distance below
+            1/2.
     """
 
     def __init__(
@@ -61,8 +69,14 @@ class DLRM(nn.Module):
         interaction: Interaction = "dot",
         itself: bool = False,
         clamp: float = 0.0,
+        compress: Compression = "none",
+        remainders: int = 4,
+        power: float = 0.3,
     ) -> None:
         super().__init__()
+        if compress not in get_args(Compression):
+            legal = ", ".join(get_args(Compression))
+            raise RecipeError(f"no compression {compress!r}", fix=f"choose one of {legal}")
         if interaction not in get_args(Interaction):
             legal = ", ".join(get_args(Interaction))
             raise RecipeError(f"no interaction {interaction!r}", fix=f"choose one of {legal}")
@@ -70,7 +84,16 @@ class DLRM(nn.Module):
             raise RecipeError(f"clamp is {clamp}", why="It is a distance from 0 and 1, below 0.5.")
         vectors = len(fields) + 1
         self.bottom = dense_layers((numbers, *bottom, width), last_relu=True)
-        self.tables = FieldTables(fields, width)
+        fewest = min(field.rows for field in fields)
+
+        def table(rows: int) -> nn.Module:
+            if compress == "none" or rows <= COMPRESSED_ROWS:
+                return plain_table(rows, width)
+            if compress == "quotient":
+                return QuotientRemainderBag(rows, width, remainders=remainders)
+            return ProjectedBag(rows, mixed_width(rows, fewest, width, power), width)
+
+        self.tables = FieldTables(fields, width, table)
         self.dots = PairwiseDots(vectors, itself=itself) if interaction == "dot" else None
         met = vectors * width if self.dots is None else width + self.dots.features
         self.top = dense_layers((met, *top, 1), last_relu=False)
@@ -96,6 +119,9 @@ def recipe(
     interaction: Interaction = "dot",
     itself: bool = False,
     clamp: float = 0.0,
+    compress: Compression = "none",
+    remainders: int = 4,
+    power: float = 0.3,
     learning_rate: float = 0.02,
     **training: Any,
 ) -> Recipe:
@@ -111,6 +137,9 @@ def recipe(
             interaction=interaction,
             itself=itself,
             clamp=clamp,
+            compress=compress,
+            remainders=remainders,
+            power=power,
         )
 
     return click_recipe("dlrm", model, learning_rate=learning_rate, **training)

@@ -6,7 +6,8 @@ Names of shapes: N samples, P places, F fields, D width of a vector, E features.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -20,20 +21,22 @@ from headway.workloads.recommender.click_data import Field
 class FieldTables(nn.Module):
     """A table for each field; the vectors of a field's ids are added.
 
-    The first numbers are DLRM's: uniform within 1 / sqrt(rows).
-
     Args:
         width: D.
+        table: Makes a module that is called as an `nn.EmbeddingBag` of so many rows is; None: such
+            a bag, whose first numbers are DLRM's, uniform within 1 / sqrt(rows).
     """
 
-    def __init__(self, fields: Sequence[Field], width: int) -> None:
+    def __init__(
+        self,
+        fields: Sequence[Field],
+        width: int,
+        table: Callable[[int], nn.Module] | None = None,
+    ) -> None:
         super().__init__()
         self.places = tuple(field.places for field in fields)
-        tables = [nn.EmbeddingBag(field.rows, width, mode="sum") for field in fields]
-        for table in tables:
-            bound = 1 / math.sqrt(table.num_embeddings)
-            nn.init.uniform_(table.weight, -bound, bound)
-        self.tables = nn.ModuleList(tables)
+        make = table or partial(plain_table, width=width)
+        self.tables = nn.ModuleList(make(field.rows) for field in fields)
 
     def forward(self, ids_NP: Tensor) -> list[Tensor]:
         """A vector [N, D] for each field."""
@@ -47,6 +50,14 @@ class FieldTables(nn.Module):
             ids_NK, values_NK = filled(ids_NK, next(table.parameters()).dtype)
             vectors_ND = table(ids_NK, per_sample_weights=values_NK)
         return vectors_ND
+
+
+def plain_table(rows: int, width: int) -> nn.EmbeddingBag:
+    """A table with the first numbers of DLRM's."""
+    table = nn.EmbeddingBag(rows, width, mode="sum")
+    bound = 1 / math.sqrt(rows)
+    nn.init.uniform_(table.weight, -bound, bound)
+    return table
 
 
 def filled(ids_NP: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
