@@ -359,6 +359,29 @@ def test_a_saved_table_goes_on_as_if_nothing_had_been(way):
     assert as_dict(again.table) == as_dict(bag.table)
 
 
+@pytest.mark.parametrize("kind", ["Adam", "SGD", "Adagrad"])
+def test_pieces_make_the_table_again_also_one_without_rows(kind):
+    options = {"momentum": 0.9} if kind == "SGD" else {}
+    law = {"admit_after": 1, "evict_after": 9, "dtype": torch.float64}
+    for steps in (1, 6):  # of one step all keys are waiting
+        tables, optimizers = [], []
+        for _ in range(2):
+            tables.append(DynamicEmbeddingBag(DIM, **law))
+            parameters = tables[-1].parameters()
+            optimizers.append(getattr(torch.optim, kind)(parameters, lr=0.1, **options))
+        train(tables[0], optimizers[0], steps)
+        assert bool(len(tables[0].table)) == (steps > 1)
+        for piece in tables[0].table.pieces(optimizers[0], chunk=6):
+            assert all(len(v) <= 6 for k, v in piece.items() if k.startswith("rows"))
+            tables[1].table.take_piece(piece, optimizers[1])
+        for bag, optimizer in zip(tables, optimizers, strict=True):
+            train(bag, optimizer, 4, start=steps)
+        assert as_dict(tables[0].table) == as_dict(tables[1].table)
+        other = DynamicEmbeddingBag(DIM, seed=1, **law)
+        with pytest.raises(CheckpointMismatch, match="cannot be loaded into"):
+            other.table.take_piece(piece)
+
+
 def test_a_state_of_another_law_is_refused():
     state = DynamicEmbeddingBag(DIM, seed=1).state_dict()
     with pytest.raises(CheckpointMismatch, match=r"'seed': 1.* cannot be loaded"):

@@ -499,10 +499,11 @@ class DynamicTable(nn.Module):
             raise self._mismatch(law)
         self.clock = int(piece["clock"])
         slots = None if optimizer is None else self._slots_of(optimizer)
-        if optimizer is not None:
-            optimizer.state[self.weight].update(
-                {k[6:]: v.clone() for k, v in piece.items() if k.startswith("state.")}
-            )
+        whole = {k[6:]: v.clone() for k, v in piece.items() if k.startswith("state.")}
+        if optimizer is not None and slots is not None and whole:
+            # What has begun has its state of rows as well, also where this rank has no row.
+            begun = {k: v.new_empty(0, *v.shape) for k, v in slots.initial.items()}
+            optimizer.state[self.weight] = begun | optimizer.state[self.weight] | whole
         for name, store in (("rows", self._rows), ("waiting", self._waiting)):
             if f"{name}.keys" not in piece:
                 continue
