@@ -17,21 +17,23 @@ from headway.documents import parse_json
 Shape = tuple[tuple[int, ...], torch.dtype]
 """Of a tensor that is to come."""
 
+_WHOLE = 512 * 1024
+"""Bytes of a message that is sent as one."""
+
 
 @dataclass(eq=False)
 class Flight:
-    """Messages under way; where `work` is None they have arrived."""
+    """Messages under way; once there are no `works` they have arrived."""
 
-    work: dist.Work | None
+    works: list[dist.Work]
     buffer: Tensor
     expected: Sequence[Sequence[Shape]]
     sent: Tensor  # must live until it has left
 
     def wait(self) -> list[list[Tensor]]:
         """What came, by rank, to be read only: tensors may share memory."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
+        while self.works:
+            self.works.pop().wait()
         found: list[list[Tensor]] = []
         start = 0
         for shapes in self.expected:
@@ -78,14 +80,43 @@ class Wire:
         ]
         sent = self._packed([x for part in parts for x in part], sum(sizes), dtype)
         if self.size == 1:
-            return Flight(None, sent, expected, sent)
+            return Flight([], sent, expected, sent)
         buffer = torch.empty(sum(coming), dtype=dtype, device=self.device)
-        work = dist.all_to_all_single(
-            buffer.view(torch.uint8), sent.view(torch.uint8),
-            [n * dtype.itemsize for n in coming], [n * dtype.itemsize for n in sizes],
-            group=self.group, async_op=True,
+        unit = dtype.itemsize
+        works = self._travel(
+            sent.view(torch.uint8), [n * unit for n in sizes],
+            buffer.view(torch.uint8), [n * unit for n in coming],
         )  # fmt: skip
-        return Flight(work, buffer, expected, sent)
+        return Flight(works, buffer, expected, sent)
+
+    def _travel(
+        self, sent: Tensor, sizes: Sequence[int], buffer: Tensor, coming: Sequence[int]
+    ) -> list[dist.Work]:
+        """Bytes, so many to and from each rank."""
+        other = 1 - self.rank
+        if self.size != 2 or max(sizes[other], coming[other]) <= _WHOLE:
+            return [self._exchange(sent, sizes, buffer, coming)]
+        # Two halves at once: Gloo sends one large message first and receives the other one then.
+        # Of more than two ranks, none knows how large the messages between others are.
+        out, into = [0, 0], [0, 0]
+        out[other], into[other] = sizes[other] // 2, coming[other] // 2
+        if self.rank == 0:
+            out[0], into[0] = sizes[0], coming[0]
+        return [
+            self._exchange(sent[: sum(out)], out, buffer[: sum(into)], into),
+            self._exchange(
+                sent[sum(out) :], [a - b for a, b in zip(sizes, out, strict=True)],
+                buffer[sum(into) :], [a - b for a, b in zip(coming, into, strict=True)],
+            ),
+        ]  # fmt: skip
+
+    def _exchange(
+        self, sent: Tensor, sizes: Sequence[int], buffer: Tensor, coming: Sequence[int]
+    ) -> dist.Work:
+        work: dist.Work = dist.all_to_all_single(
+            buffer, sent, list(coming), list(sizes), group=self.group, async_op=True
+        )
+        return work
 
     def _packed(self, tensors: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
         sent = torch.empty(size, dtype=dtype, device=self.device)
