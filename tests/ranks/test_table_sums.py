@@ -24,6 +24,7 @@ from support.split_table_models import (
     lookup_data,
     placements,
     shares,
+    with_offsets,
 )
 from support.substitutions import MODELS
 
@@ -155,3 +156,17 @@ def test_what_stands_for_a_lookup_answers_as_a_tensor(world):
     with pytest.raises(PlanError, match=r"autograd\.Function"):
         Own.apply(model[0](ids))
     assert torch.equal(model(ids), plain), "ranks go on together"
+
+
+@ranks(2, timeout=60)
+def test_mixed_precision_takes_sums_before_products(world):
+    torch.manual_seed(4)
+    serial = MODELS["first dense"]()
+    split = copy.deepcopy(serial)
+    split_tables(split, placements(serial, "row", world.size), world.group)
+    data = with_offsets(lookup_data(6, world.rank))
+    data = {key: x.float() if x.is_floating_point() else x for key, x in data.items()}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected, found = serial(data), split(data)
+    assert found.dtype == expected.dtype
+    assert differ(found.float(), expected.float()) < 0.01

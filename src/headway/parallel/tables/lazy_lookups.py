@@ -10,6 +10,7 @@ taken as it was found in the step before is sent at once, while the model goes o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -193,7 +194,8 @@ class LookupContext:
         lookups = [lookup for lookup, _ in entries]
         keys = [(number, n, x.table, x.mode) for n, x in enumerate(lookups)]
         wanted = {n for n, key in enumerate(keys) if key in self._raw}
-        found = run_round(self.talk, lookups, wanted)
+        with self._naming(lookups):
+            found = run_round(self.talk, lookups, wanted)
         for key, each in zip(keys, found, strict=True):
             each.key = key
         at_once = [
@@ -210,6 +212,17 @@ class LookupContext:
                 result.form = _Sent(flight, each)
             else:
                 result.form = _form(batch, each)
+
+    @contextmanager
+    def _naming(self, lookups: Sequence[Lookup]) -> Iterator[None]:
+        """An exchange that breaks, or that another rank does not come to, says what it was for."""
+        try:
+            yield
+        except RuntimeError as error:
+            names = ", ".join(dict.fromkeys(lookup.table for lookup in lookups))
+            rank = self.talk.wire.rank
+            error.add_note(f"rank {rank} of those that share the batch looks up in {names}")
+            raise
 
     def settled(self, x: Any) -> Any:
         """Where the numbers of a result are; anything else as it is."""
@@ -246,7 +259,10 @@ class LookupContext:
         rule = RULES["tables"].get(torch_function_name(func))
         forms = map_nested((args, kwargs), self.settled)
         pending = any(isinstance(x, PendingSum | OwnedRows) for x in leaves(forms))
-        if pending and rule is not None and not modifies_in_place(func, kwargs):
+        device = self.talk.wire.device.type
+        # In mixed precision products have another type than what they are made of.
+        mixed = torch.is_autocast_enabled(device)
+        if pending and rule and not mixed and not modifies_in_place(func, kwargs):
             try:
                 return map_nested(rule(self, func, *forms[0], **forms[1]), self.wrapped)
             except RuleRefused:
