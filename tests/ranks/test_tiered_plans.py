@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from headway.plans import LayerSplit, data_parallel
 from headway.plans.tables import TableSplit
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
+from headway.run.strategy.split_tables import large_tables_in_files
 from support import table_recipes
 from support.commands import headway_here
 from support.ranks import run_ranks
@@ -96,3 +98,54 @@ def test_what_cannot_be_done_is_said(tmp_path, optimizer, hot, said):
     assert "rank 0" in done.err
     assert said in done.err
     assert "users.weight" in done.err or hot == "much"
+
+
+def peak_of_large_run(world, directory):
+    """MiB that making, training, saving, restoring and closing has added at most."""
+    before = resident()
+    split = LayerSplit(tables=(TableSplit(way="table", hot="8 MiB"),))
+    plan = data_parallel(8, processes=1, split=split)
+    for resuming in (False, True):
+        with large_tables_in_files(plan):
+            model = LargeTable()
+            made = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        run = Executor(model, made, loss=squared, plan=plan, seed=3, world=World.adopt())
+        data = torch.arange(160).view(80, 2) * 997
+        batches = run.batches(torch.utils.data.TensorDataset(data), epochs=None)
+        run.cut(next(batches))
+        if resuming:
+            run.resume(directory)
+        for part in run.batches(torch.utils.data.TensorDataset(data), epochs=None):
+            run.step(part)
+            if run.steps_done % 4 == 0:
+                break
+        run.save(directory)
+        run.close()
+        del run, model, made
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10) - before
+
+
+class LargeTable(torch.nn.Module):
+    """128 MiB of rows, of which Adagrad keeps as much again."""
+
+    def __init__(self):
+        super().__init__()
+        self.bag = torch.nn.EmbeddingBag(1 << 19, 64, mode="sum")
+
+    def forward(self, data):
+        return self.bag(data[0])
+
+
+def squared(model, data):
+    return model(data).square().mean()
+
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() >> 20
+
+
+@pytest.mark.slow
+def test_memory_never_holds_a_large_table(tmp_path):
+    (added,) = run_ranks(1, peak_of_large_run, str(tmp_path))
+    # 8 MiB of rows, a chunk of 16 MiB of some tensors at a time, and imports.
+    assert added < 110

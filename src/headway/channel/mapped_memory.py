@@ -33,9 +33,14 @@ _FILES: WeakValueDictionary[int, MappedFile] = WeakValueDictionary()
 
 
 class MappedFile(mmap.mmap):
-    """A mapped file without a name; tensors over it keep it alive."""
+    """A mapped file without a name; tensors over it keep it alive.
+
+    Attributes:
+        folder: The directory that it was made in; empty: that of temporary files.
+    """
 
     descriptor: int
+    folder: str
 
     def __del__(self) -> None:
         os.close(self.descriptor)
@@ -88,7 +93,7 @@ def mapped_tensor(
         with tempfile.TemporaryFile(dir=place, buffering=0) as file:
             os.posix_fallocate(file.fileno(), 0, size)
             found = MappedFile(file.fileno(), size)
-            found.descriptor = os.dup(file.fileno())
+            found.descriptor, found.folder = os.dup(file.fileno()), folder
     except OSError as error:
         raise _no_room(what, place, size, error) from error
     found.madvise(mmap.MADV_RANDOM)
@@ -132,6 +137,15 @@ def into_file(tensor: Tensor, folder: str = "", *, what: str = "a table") -> Ten
         return tensor.detach()
     found = mapped_tensor(tensor.shape, tensor.dtype, folder, what=what)
     copy_rows(found, tensor.detach())
+    return found
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A copy of a tensor that lies in a mapped file, in a file beside it."""
+    file = file_of(tensor)
+    assert file is not None
+    found = mapped_tensor(tensor.shape, tensor.dtype, file.folder, what="a copy for a checkpoint")
+    copy_rows(found, tensor)
     return found
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from headway.channel.mapped_memory import copied, file_of
 from headway.checkpoint.format import DTYPES
 from headway.checkpoint.save_plan import HeldTensorSpec, SavePiece, TensorBox
 from headway.checkpoint.tensor_part import TensorPart
@@ -75,6 +76,11 @@ def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, HeldTensorSpec]:
     return {name: spec_of(name, tensor) for name, tensor in tensors.items()}
 
 
+def staged_bytes(pieces: Sequence[SavePiece], tensors: Mapping[str, Tensor]) -> int:
+    """The memory that copies of this rank's pieces take; none of those that lie in files."""
+    return sum(p.bytes for p in pieces if file_of(local_data(tensors[p.name])) is None)
+
+
 class StagingBuffer:
     """One reusable host buffer; its size is the largest share so far."""
 
@@ -106,12 +112,16 @@ class StagingBuffer:
         """
         devices = {tensors[piece.name].device for piece in pieces} - {torch.device("cpu")}
         pinned = any(device.type == "cuda" for device in devices)
-        self._allocate(sum(piece.bytes for piece in pieces), pinned)
+        self._allocate(staged_bytes(pieces, tensors), pinned)
         staged: dict[str, Tensor] = {}
         start = 0
         for piece in pieces:
             source = local_data(tensors[piece.name]).detach()
             part = source[piece.rows] if source.dim() else source  # a number has no rows
+            if file_of(source) is not None:
+                # What memory does not hold is not copied to memory.
+                staged[piece.name] = copied(part)
+                continue
             # Larger elements come first, so that `start` is a multiple of this element's size:
             # `view` needs it.
             place = self._buffer[start : start + piece.bytes].view(part.dtype).view(part.shape)

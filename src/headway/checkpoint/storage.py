@@ -9,7 +9,7 @@ ranks: torch's own `save` and `load` would do that, so their order of calls stan
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from headway.channel.facts import gather_facts
+from headway.channel.mapped_memory import drop, row_chunks
 from headway.checkpoint.directory import (
     begin,
     commit,
@@ -234,8 +235,7 @@ class SafetensorsWriter(StorageWriter):
             for item, view in zip(items, views, strict=True)
         ]
         head, stored = build_header(rows, {"format": "pt", "writer": "headway"})
-        blocks = [memoryview(head), *(_bytes_of(view) for view in views)]
-        entry = write_file(path, blocks)
+        entry = write_file(path, _blocks(head, views))
         # The file's name must be on the disk, too, before rank 0 commits.
         sync_directory(path.parent)
         return [
@@ -375,6 +375,15 @@ def _host(data: Any) -> Tensor:
     return data.detach().cpu().contiguous()
 
 
+def _blocks(head: bytes, views: Sequence[Tensor]) -> Iterator[memoryview]:
+    """What is written; of tensors that lie in files only a few rows are in memory at a time."""
+    yield memoryview(head)
+    for view in views:
+        for part in row_chunks(view) if view.dim() else [...]:
+            yield _bytes_of(view[part])
+            drop(view)
+
+
 def _bytes_of(tensor: Tensor) -> memoryview:
     # Through uint8, because numpy has no bfloat16.
     return tensor.reshape(-1).view(torch.uint8).numpy().data
@@ -401,7 +410,9 @@ def _read_box(file: FileIO, chunk: StoredChunk, item: ReadItem, destination: Ten
     )
     slab = destination if direct else torch.empty(shape, dtype=destination.dtype)
     file.seek(chunk.start + first * row_bytes)
-    read_exactly(file, _bytes_of(slab))
+    for part in row_chunks(slab) if slab.dim() else [...]:
+        read_exactly(file, _bytes_of(slab[part]))
+        drop(slab)
     if not direct:
         for dim in range(1, len(shape)):
             slab = slab.narrow(dim, item.storage_offsets[dim], item.lengths[dim])

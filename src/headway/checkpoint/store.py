@@ -31,7 +31,7 @@ from headway.checkpoint.directory import (
 )
 from headway.checkpoint.format import Manifest, decode_facts, encode_facts
 from headway.checkpoint.save_plan import Holdings, SavePiece, partition_writes
-from headway.checkpoint.staging import StagingBuffer, specs_of
+from headway.checkpoint.staging import StagingBuffer, specs_of, staged_bytes
 from headway.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 
 T = TypeVar("T")
@@ -107,7 +107,7 @@ class CheckpointStore:
         """
         self.wait()
         everything = self._all(tensors, holdings)
-        size = sum(piece.bytes for piece in partition_writes(everything, self.ranks)[self.rank])
+        size = staged_bytes(partition_writes(everything, self.ranks)[self.rank], tensors)
         pinned = any(tensor.device.type == "cuda" for tensor in tensors.values())
 
         def prepare() -> None:

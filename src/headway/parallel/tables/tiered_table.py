@@ -217,7 +217,7 @@ def row_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor
     for key, value in known.items():
         # Some make their state with themselves: here from the first rows of it.
         by_row = isinstance(value, Tensor) and value.shape[:1] == parameter.shape[:1]
-        trial.state[small][key] = copy.deepcopy(value[:2] if by_row else value)
+        trial.state[small][key] = value[:2].clone() if by_row else copy.deepcopy(value)
     values = torch.ones(1, *small.shape[1:], dtype=small.dtype)
     gradient = torch.sparse_coo_tensor(
         torch.tensor([[0]]), values, small.shape, is_coalesced=True, check_invariants=False

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
+from headway.channel.mapped_memory import copied, file_of
 from headway.checkpoint.staging import local_box, local_data
 from headway.data import RankBatch
 from headway.errors import PlanError
@@ -306,8 +307,13 @@ def whole_model(
         # Every rank goes through all tensors, as each may take a collective. Only rank 0 keeps
         # them, as clones, because an undivided tensor is the live one.
         full = completing({"": tensors})
-        found = {name: tensor.clone() for _, name, _, tensor in full if first}
+        found = {name: own_copy(tensor) for _, name, _, tensor in full if first}
     return fill_meta_copy(form, model, named, found) if first else model
+
+
+def own_copy(tensor: Tensor) -> Tensor:
+    """A copy; of what lies in a file in another one."""
+    return tensor.clone() if file_of(tensor) is None else copied(tensor)
 
 
 def completed(

@@ -9,7 +9,7 @@ dealt by a hash are dealt again, in ranges, so that no rank ever has a whole tab
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from headway.channel.gloo_listeners import drop_later_connections
-from headway.channel.mapped_memory import mapped_tensor
+from headway.channel.mapped_memory import file_of, large_tensors_in_files, mapped_tensor
 from headway.checkpoint.tensor_part import TensorPart
 from headway.documents import nearest
 from headway.errors import PlanError, UsageError
@@ -97,6 +97,16 @@ def node_size(plan: Plan, world: World) -> int | None:
     return len(nodes.members[0]) * plan.data_degree // plan.ranks or None
 
 
+_LARGE = 16 << 20
+"""Bytes from which a tensor is made in a file, where memory is not to hold all of some table."""
+
+
+def large_tables_in_files(plan: Plan) -> AbstractContextManager[None]:
+    """Around the making of a model and its optimiser: memory never holds a table as a whole."""
+    folders = [split.cold for split in plan.split.tables if split.hot]
+    return large_tensors_in_files(_LARGE, folders[0]) if folders else nullcontext()
+
+
 class TableLayout:
     """The tables of this rank; a `ParameterLayout`.
 
@@ -135,6 +145,20 @@ class TableLayout:
             self._group = None if world.alone else dist.new_group(ranks, timeout=timeout)
         self._tiers: dict[str, TieredTable] = {}
 
+    @contextmanager
+    def tried(self, model: nn.Module) -> Iterator[None]:
+        """Inside, the whole model may go backward: no gradient is as large as a table of `hot`."""
+        tables = table_modules(model).items()
+        hot = {name for name, placed in self.placements.items() if placed.hot}
+        modules = [module for name, module in tables if name in hot and not module.sparse]
+        for module in modules:
+            module.sparse = True
+        try:
+            yield
+        finally:
+            for module in modules:
+                module.sparse = False
+
     def apply(self, model: nn.Module) -> None:
         """Cut the tables, in place, and let the optimiser hold the pieces; collective."""
         self.tables = split_tables(model, self.placements, self._group)
@@ -157,6 +181,12 @@ class TableLayout:
             for name, table in self._tiers.items()
         }
         self._ids = IdsAhead(users)
+        for parameter in self.dense.values():
+            if file_of(parameter) is not None:  # it was large, and is no table of `hot`
+                parameter.data = parameter.data.clone()
+                for key, value in self._optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor) and value.dim():
+                        self._optimizer.state[parameter][key] = value.clone()
         model.register_state_dict_pre_hook(_refuse_state_dict)
 
     def _name_of(self, parameter: Tensor) -> str | None:

@@ -57,6 +57,7 @@ from headway.run.strategy.checkpoint import (
     make_inventory,
     restore_checkpoint,
 )
+from headway.run.strategy.split_tables import large_tables_in_files
 from headway.run.strategy.training_state import Facts, TrainingState
 from headway.run.synchrony.free_run import FreeRun
 from headway.run.synchrony.rejoin import is_there, note_presence
@@ -208,10 +209,11 @@ class Training:
     def _build(self) -> None:
         recipe = self._recipe
         keep_freed_memory()
-        model = build_model(recipe).to(self._world.device)
-        if self._plan.memory.precision == "float64":
-            to_float64(model)
-        optimizer = recipe.optimizer(model)
+        with large_tables_in_files(self._plan):
+            model = build_model(recipe).to(self._world.device)
+            if self._plan.memory.precision == "float64":
+                to_float64(model)
+            optimizer = recipe.optimizer(model)
         scheduler = recipe.scheduler(optimizer) if recipe.scheduler else None
         self._monitor = Monitor.of(recipe, scheduler)
         if recipe.metrics is not None:
