@@ -433,6 +433,26 @@ def test_it_is_left_out_of_compiled_code_and_can_be_computed_again():
     assert found == [found[0]] * 4
 
 
+def test_a_step_between_forward_and_backward_is_not_lost():
+    """As of two losses with an update for each."""
+    bag = DynamicEmbeddingBag(DIM, dtype=torch.float64)
+    optimizer = torch.optim.Adam(bag.parameters(), lr=0.1)
+    serial = reference.SerialTable(reference.adam, initial)
+    keys = torch.tensor([[1, 2], [2, 3]])
+    for factor in (1.0, 2.0):
+        passes = [bag(keys), bag(keys[1:])]
+        for vectors, touched in zip(passes, ({1: 1, 2: 2, 3: 1}, {2: 1, 3: 1}), strict=True):
+            optimizer.zero_grad()
+            (vectors * factor).sum().backward()
+            if factor == 2.0 and len(touched) == 2:  # nor what was set by hand
+                bag.table.upsert(torch.tensor([3]), torch.ones(1, DIM, dtype=torch.float64))
+                serial.rows[3] = [1.0] * DIM
+            optimizer.step()
+            serial.step({key: [factor * times] * DIM for key, times in touched.items()})
+            assert_rows(as_dict(bag.table), serial)
+    assert_tidy(bag.table)
+
+
 def test_gradients_can_be_clipped():
     bag = DynamicEmbeddingBag(DIM, dtype=torch.float64)
     optimizer = torch.optim.SGD(bag.parameters(), lr=1.0)

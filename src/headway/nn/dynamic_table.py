@@ -38,11 +38,13 @@ class _Step:
     Attributes:
         keys: int64 [touched], each once.
         rows: int64 [touched]; -1: has none yet.
+        changes: Those of the table when `rows` were found.
         waiting: Keys that have been seen, and are not admitted yet; may repeat.
     """
 
     keys: Tensor
     rows: Tensor
+    changes: int
     waiting: list[Tensor] = field(default_factory=list)
 
 
@@ -118,6 +120,7 @@ class DynamicTable(nn.Module):
         self._waiting = self._new_waiting()
         self.name = type(self).__name__
         self._tables: SplitTables | None = None
+        self._changes = 0  # of what is in it; what was found before may not be true any more
         self._step: _Step | None = None
         self._stepping: _Step | None = None
         # A state that is saved or loaded between backward and step has no touched rows.
@@ -186,6 +189,7 @@ class DynamicTable(nn.Module):
         unique = torch.unique(checked_keys(keys))
         self._check_here(unique)
         there = int((self._find(unique) >= 0).sum())
+        self._changes += 1
         self._rows.remove(unique)
         self._waiting.remove(unique)
         return there
@@ -215,6 +219,7 @@ class DynamicTable(nn.Module):
         self._keep_own()
 
     def _keep_own(self) -> None:
+        self._changes += 1
         for store in (self._rows, self._waiting):
             for keys, _ in list(store.index.chunks()):
                 store.remove(keys[~self.is_here(keys)])
@@ -331,7 +336,7 @@ class DynamicTable(nn.Module):
         step = self._step
         if step is None or self.weight.grad is None:
             # The first one, or the user has thrown away what there was.
-            step = self._step = _Step(keys[:0], rows[:0])
+            step = self._step = _Step(keys[:0], rows[:0], self._changes)
             self.weight.data, self.weight.grad = values[:0], None
         if self.admit_after:
             admitted = self._admitted(keys, rows)
@@ -389,6 +394,8 @@ class DynamicTable(nn.Module):
         step = self._stepping = self._step
         if step is None:
             return
+        if step.changes != self._changes:
+            step.rows, self.weight.data = self._read(step.keys)
         self._slots_of(optimizer).take(optimizer, step.rows, self._rows.room)
 
     @torch.no_grad()
@@ -407,6 +414,7 @@ class DynamicTable(nn.Module):
                 self._count(torch.unique(torch.cat(step.waiting)))
             self._forget_step()
         self.clock += 1
+        self._changes += 1
         if self.evict_after is not None and self.clock % self.evict_after == 0:
             for store in (self._rows, self._waiting):
                 if store.high:
@@ -419,6 +427,7 @@ class DynamicTable(nn.Module):
 
     def _write(self, keys: Tensor, rows: Tensor, values: Tensor) -> Tensor:
         """Write rows of keys, each given once; makes those that are -1. The row numbers of all."""
+        self._changes += 1
         missing = (rows < 0).nonzero().squeeze(1)
         if len(missing):
             new = keys[missing]
@@ -498,6 +507,7 @@ class DynamicTable(nn.Module):
         if law != repr(self._law()):
             raise self._mismatch(law)
         self.clock = int(piece["clock"])
+        self._changes += 1
         slots = None if optimizer is None else self._slots_of(optimizer)
         whole = {k[6:]: v.clone() for k, v in piece.items() if k.startswith("state.")}
         if optimizer is not None and slots is not None and whole:
@@ -607,6 +617,7 @@ class LookedUpRows:
     def __init__(self, table: DynamicTable) -> None:
         self._table = table
         self._learns = table.learns
+        self._changes = table._changes
         none = torch.empty(0, dtype=torch.int64, device=table.weight.device)
         self._keys, self._rows = [none], [none]
         self._values = [table.weight.detach()[:0]]
@@ -646,6 +657,8 @@ class LookedUpRows:
             first, inverse = distinct(keys)
             keys, rows, values = keys[first], rows[first], values[first]
             gradients = torch.zeros_like(values).index_add_(0, inverse, gradients)
+        if self._changes != self._table._changes:
+            rows, values = self._table._read(keys)  # a step came between forward and backward
         self._table._take(keys, rows, values, gradients)
 
     @staticmethod
