@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from headway.errors import HeadwayError
 from headway.plans import ExchangePlan, LayerSplit, data_parallel
 from headway.plans.tables import TableSplit
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
 from support import table_recipes
+from support.commands import headway_here
 from support.ranks import run_ranks
 from support.sampling import sampled
 from support.serial import flat, largest_error, train_serially
@@ -127,3 +129,43 @@ def test_optimisers_and_models(tables, case, make):
 )
 def test_with_what_is_done_to_the_rest(ranks, tables, kept):
     compare(ranks, tables, length=41, **kept)
+
+
+def refusal(world, make, tables):
+    model = table_recipes.Recommender().double()
+    plan = data_parallel(8, processes=world.size, split=LayerSplit(tables=tables))
+    optimizer = getattr(table_recipes, make)(model)
+    with pytest.raises(HeadwayError) as caught:
+        Executor(model, optimizer, loss=clicking, plan=plan, world=World.adopt())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "tables", "words"),
+    [
+        ("lars", "row", "users.weight: the update of a row depends on other rows of the table"),
+        ("adafactor", "column", "Adafactor cannot update these tables in pieces"),
+        ("adam", (TableSplit(tables="usres"),), "no table matches 'usres'; did you mean users?"),
+        ("adam", (TableSplit(tables="tags", way="column", columns=3),), "cannot be cut into 3"),
+        ("sparse_adam", "row", "SparseAdam cannot be used by 2 processes for numbers.weight"),
+    ],
+)
+def test_refusals_by_name(make, tables, words):
+    for told in run_ranks(2, refusal, make, tables):
+        assert words in told
+
+
+def test_norms_of_tables_that_one_rank_has_are_those_of_the_whole():
+    compare(2, "table", make="lars")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compress", sampled(["fp16", "topk:0.1", "powersgd:2", "int8"], 1))
+def test_compressed_gradients_of_the_rest_obey_their_law(tmp_path, compress):
+    words = ("split.tables=hash", f"exchange.compress={compress}", "clip=0.1")
+    done = headway_here(
+        "verify", "support.table_recipes:clicks", "-n", "2",
+        *[word for value in words for word in ("--set", value)], cwd=tmp_path,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert "INEXACT by its plan, and its law holds" in done.out

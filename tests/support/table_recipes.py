@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from headway import Recipe
-from headway.optim import RowWiseAdagrad
+from headway.optim import LARS, RowWiseAdagrad
 from headway.optim.row_wise import tables_by_row
 
 USERS, ITEMS, TAGS, WIDTH = 23, 11, 7, 6
@@ -134,6 +134,14 @@ def grouped(model):
     return torch.optim.SGD(
         [{"params": rest, "lr": 0.1, "momentum": 0.9}, {"params": tables, "lr": 0.4}]
     )
+
+
+def lars(model):
+    return LARS(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def adafactor(model):
+    return torch.optim.Adafactor(model.parameters())
 
 
 def row_wise(model):

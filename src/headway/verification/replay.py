@@ -39,6 +39,7 @@ from headway.run.recipe.training_data import training_data
 from headway.run.step.forward_pass import to_float64
 from headway.run.step.randomness import RandomDraws
 from headway.run.step.setup import stepped_each_step
+from headway.run.strategy.split_tables import table_modules
 from headway.run.strategy.training_state import TrainingState
 from headway.verification.exchange_recording import (
     RecordedBucket,
@@ -132,7 +133,7 @@ class Replay:
         self._updates = plan.exchange.values == "updates"
         # Ranks that hold a part of the model, or of a sample, have no gradients of a whole one.
         self._replicated = not plan.split.tensor and plan.mesh.degree(SPACE) == 1
-        self._coupled = self._replicated and recorded.coupled
+        self._coupled = self._replicated and (recorded.coupled or bool(plan.split.tables))
         if self._coupled and (plan.exchange.reduce == "adasum" or self._updates):
             raise UsageError(
                 "the gradients of each rank depend on the samples of the others, and Adasum "
@@ -146,6 +147,11 @@ class Replay:
             for _ in range(count)
         ]
         self.expected.initial = initial_values(self._replicas[0].model)
+        self._tables = {
+            name
+            for name in table_modules(self._replicas[0].model)
+            if any(split.matches(name) for split in plan.split.tables)
+        }
         self._states: list[dict[str, Tensor]] = [{} for _ in exchanges]
         # Counted here: a compressor that does not count would draw the same numbers for ever.
         self._compressed: Counter[str] = Counter()
@@ -362,6 +368,8 @@ class Replay:
         if self._replicated:
             for replica, found in zip(self._replicas, sums, strict=True):
                 for name, parameter in replica.model.named_parameters():
+                    if name in self._tables:
+                        continue  # in no bucket: its gradients are summed exactly, where it lies
                     row = found.get(name)
                     parameter.grad = None if row is None else as_parameter(row, parameter)
         else:

@@ -182,9 +182,14 @@ def check_components(
 
 def _not_in_tables(model: nn.Module, optimizer: Optimizer, splits: Sequence[TableSplit]) -> str:
     """A parameter of the optimiser that no split of tables means; "" if there is none."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    held = (names[p] for group in optimizer.param_groups for p in group["params"] if p in names)
-    return next((name for name in held if not any(s.matches(name) for s in splits)), "")
+    modules = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    looked_up = {module.weight for module in modules}
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for name, parameter in model.named_parameters():
+        split = parameter in looked_up and any(s.matches(name) for s in splits)
+        if parameter in held and not split:
+            return name
+    return ""
 
 
 def usable_loss(loss: Any) -> Loss:
