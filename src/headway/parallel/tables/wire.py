@@ -23,9 +23,15 @@ _WHOLE = 512 * 1024
 
 @dataclass(eq=False)
 class Flight:
-    """Messages under way; once there are no `works` they have arrived."""
+    """Messages under way; once there are no `works` they have arrived.
+
+    Attributes:
+        expected: By rank; of this one nothing, since `own` stays here.
+    """
 
     works: list[dist.Work]
+    rank: int
+    own: list[Tensor]
     buffer: Tensor
     expected: Sequence[Sequence[Shape]]
     sent: Tensor  # must live until it has left
@@ -45,6 +51,7 @@ class Flight:
                 part = part if dtype == self.buffer.dtype else part.clone().view(dtype)
                 found[-1].append(part.view(shape))
                 start = stop
+        found[self.rank] = self.own
         return found
 
 
@@ -69,25 +76,31 @@ class Wire:
             parts: By rank, what goes to it.
             expected: By rank, what will come from it.
         """
-        dtypes = {x.dtype for part in parts for x in part}
-        dtypes |= {dtype for shapes in expected for _, dtype in shapes}
+        own = [
+            x.detach().contiguous().view(shape)
+            for x, (shape, _) in zip(parts[self.rank], expected[self.rank], strict=True)
+        ]
+        apart = [() if rank == self.rank else part for rank, part in enumerate(parts)]
+        awaited = [() if rank == self.rank else x for rank, x in enumerate(expected)]
+        dtypes = {x.dtype for part in apart for x in part}
+        dtypes |= {dtype for shapes in awaited for _, dtype in shapes}
         # Bytes travel: each rank may look at them as suits it.
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
-        sizes = [sum(x.nbytes for x in part) // dtype.itemsize for part in parts]
+        sizes = [sum(x.nbytes for x in part) // dtype.itemsize for part in apart]
         coming = [
             sum(prod(shape) * kind.itemsize for shape, kind in shapes) // dtype.itemsize
-            for shapes in expected
+            for shapes in awaited
         ]
-        sent = self._packed([x for part in parts for x in part], sum(sizes), dtype)
+        sent = self._packed([x for part in apart for x in part], sum(sizes), dtype)
         if self.size == 1:
-            return Flight([], sent, expected, sent)
+            return Flight([], 0, own, sent, awaited, sent)
         buffer = torch.empty(sum(coming), dtype=dtype, device=self.device)
         unit = dtype.itemsize
         works = self._travel(
             sent.view(torch.uint8), [n * unit for n in sizes],
             buffer.view(torch.uint8), [n * unit for n in coming],
         )  # fmt: skip
-        return Flight(works, buffer, expected, sent)
+        return Flight(works, self.rank, own, buffer, awaited, sent)
 
     def _travel(
         self, sent: Tensor, sizes: Sequence[int], buffer: Tensor, coming: Sequence[int]
@@ -100,8 +113,6 @@ class Wire:
         # Of more than two ranks, none knows how large the messages between others are.
         out, into = [0, 0], [0, 0]
         out[other], into[other] = sizes[other] // 2, coming[other] // 2
-        if self.rank == 0:
-            out[0], into[0] = sizes[0], coming[0]
         return [
             self._exchange(sent[: sum(out)], out, buffer[: sum(into)], into),
             self._exchange(
