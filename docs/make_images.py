@@ -4,8 +4,9 @@
     python docs/make_images.py runs/demo
 
 images/pipelines.svg: some pipeline schedules on one time axis. images/simulate.svg: the step of
-docs/simulate.md. images/tree-packing.svg: packings of a DGX-1V. images/run.svg, where a run is
-given: two pictures of its report, the loss and one step of every rank.
+docs/simulate.md. images/tree-packing.svg: packings of a DGX-1V. images/table-placement.svg: tables
+as large as Criteo's on Zion. images/run.svg, where a run is given: two pictures of its report, the
+loss and one step of every rank.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from headway.cli.schedule.figures import ScheduleCosts, evaluate_schedule
 from headway.cluster import of_preset
@@ -23,6 +26,10 @@ from headway.planner.estimate.operators import PlanningWorkload
 from headway.planner.export.to_simulation import step_of_plan
 from headway.planner.search.branch_and_bound import PlanSearch
 from headway.planner.search.request import PlanRequest
+from headway.planner.tables.costs import tier_machine
+from headway.planner.tables.demand import TableDemand
+from headway.planner.tables.placement import place_over_tiers
+from headway.planner.tables.skew import measure_skew
 from headway.plans import pipelined
 from headway.plans.pipeline import PipelinePlan
 from headway.report.history.reader import read_history
@@ -31,6 +38,7 @@ from headway.report.pictures.collective_programs import programs_svg
 from headway.report.pictures.pipeline_schedule import schedule_svg
 from headway.report.pictures.simulated_steps import simulated_steps_svg as simulated
 from headway.report.pictures.step_timeline import representative_step, timeline_picture
+from headway.report.pictures.table_placement import tables_picture
 from headway.report.pictures.training_curves import loss_picture
 from headway.run.measure.recipe_model import recipe_graph
 from headway.schedule.generators.registry import make_schedule
@@ -93,10 +101,32 @@ def packing_picture() -> str:
     return stack_svg(parts)
 
 
+def tables_of_clicks() -> str:
+    """Twelve tables of 430 GiB, whose rows are looked up by Zipf's law, on the preset zion."""
+    draw = np.random.default_rng(0)
+    demands = []
+    for number, rows in enumerate(np.geomspace(2e3, 6e8, 12)):
+        ids = np.minimum(draw.zipf(1.2, 400_000), int(rows)) - 1
+        demands.append(
+            TableDemand(
+                table=f"tables.{number}",
+                rows=int(rows),
+                columns=128,
+                bag=float((1, 20, 5)[number % 3]),
+                row_state=4.0,
+                skew=measure_skew([ids], int(rows)),
+            )
+        )
+    machine = tier_machine(of_preset("zion"))
+    placed = place_over_tiers(demands, machine, samples=2048, seconds=20.0)
+    return tables_picture(placed, title="12 tables on zion")
+
+
 if __name__ == "__main__":
     IMAGES.mkdir(exist_ok=True)
     (IMAGES / "pipelines.svg").write_text(schedules_picture(), encoding="utf-8")
     (IMAGES / "simulate.svg").write_text(simulated_picture(), encoding="utf-8")
     (IMAGES / "tree-packing.svg").write_text(packing_picture(), encoding="utf-8")
+    (IMAGES / "table-placement.svg").write_text(tables_of_clicks(), encoding="utf-8")
     if sys.argv[1:]:
         (IMAGES / "run.svg").write_text(picture(Path(sys.argv[1])), encoding="utf-8")
