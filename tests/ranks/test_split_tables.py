@@ -124,3 +124,46 @@ def test_hashes_are_those_of_the_plan():
     assert [n % 2**64 for n in found] == [mixed_hash(key % 2**64) for key in keys]
     parts = hashed_parts(torch.tensor(keys), 7).tolist()
     assert parts == [mixed_hash(key % 2**64) % 7 for key in keys]
+
+
+class Shapes(nn.Module):
+    """Ids of one dimension and of three, looked up one by one in one table; bags of them, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Embedding(13, 4, padding_idx=2)
+
+    def forward(self, data):
+        ids = data["square"]
+        one = self.rows(ids[:, 0])
+        three = self.rows(ids.unsqueeze(1).expand(-1, 2, -1))
+        return torch.cat([one, three.sum((1, 2)), three[:, 1, 2].sin(), one * one], 1)
+
+
+@ranks(3, timeout=60, check=nothing_differs)
+def test_ids_of_any_shape(world):
+    return {
+        (way, travels, key): value
+        for way in WAYS
+        for travels in ("auto", "sums", "rows")
+        for key, value in compare(world, Shapes, batches_of, way, travels=travels)[0].items()
+    }
+
+
+@ranks(2, timeout=60)
+def test_one_id_and_lookups_that_do_not_count(world):
+    torch.manual_seed(5)
+    whole = nn.Embedding(13, 4)
+    model = nn.Sequential(nn.Embedding(13, 4))
+    model[0].load_state_dict(whole.state_dict())
+    tables = split_tables(
+        model, placements(model, "row", world.size), world.group, touched=["0.weight"]
+    )
+    assert torch.equal(model(torch.tensor(7 + world.rank)), whole(torch.tensor(7 + world.rank)))
+    tables.counting = world.rank == 0
+    model(torch.tensor([[0, 12], [3, 4]]) + world.rank * (world.rank - 1)).sum().backward()
+    part = tables.parts["0.weight"]
+    expected = {0: [0, 3, 4], 1: [12]}[world.rank]
+    assert part.rows[part.parameter.grad.indices()[0]].tolist() == expected
+    # Those of rank 0 alone: rank 1 has looked up the same.
+    assert torch.equal(part.parameter.grad.values(), torch.ones(len(expected), 4))

@@ -98,6 +98,8 @@ def check_bytes(world):
     narrow = NUMBER * batch * 3 * others
     found = sent_by(world, Fields(3), "row")
     equal(found, ids=by_row["ids"], sums=narrow, gradients=narrow)
+    # With more of them the vectors are taken first.
+    equal(sent_by(world, Fields(fields * d * world.size), "row"), **by_row)
 
 
 def owner_of_row(size, ids):

@@ -303,7 +303,7 @@ class LookupContext:
         """From the next batch on, what is taken as it was found goes at once."""
         for form in forms:
             if isinstance(form, OwnedRows):
-                if form.local is None:
+                if form.as_found:
                     self._raw.add(form.each.key)
                 continue
             for block in form.blocks:

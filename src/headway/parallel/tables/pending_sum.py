@@ -171,6 +171,7 @@ class OwnedRows:
         local: The rows of the ids that were asked here, in the order in which they came [ids,
             columns here]; None: as the table has them, or none were asked.
         flat: A table of one column, without the dimension of columns.
+        as_found: Nothing has been done to the rows, on any rank.
     """
 
     batch: BatchUse
@@ -179,6 +180,7 @@ class OwnedRows:
     token: Tensor
     local: Tensor | None = None
     flat: bool = False
+    as_found: bool = True
 
     @property
     def shape(self) -> torch.Size:
@@ -194,7 +196,8 @@ class OwnedRows:
     def mapped(self, function: Callable[[Tensor], Tensor]) -> OwnedRows:
         """A function of each row."""
         local = self.rows()
-        return self if local is None else replace(self, local=function(local))
+        local = None if local is None else function(local)
+        return replace(self, local=local, as_found=False)
 
 
 # Taking: each rank sends every other one the entries of its samples.

@@ -91,7 +91,8 @@ class SplitTables:
         """The whole tensor, in logical order, of which each rank has a part; collective.
 
         Args:
-            part: [rows here, columns here], or [rows here] of numbers that belong to rows.
+            part: [rows here, columns here], or [rows here] of numbers that belong to rows; [rows
+                here, 1], too, of a table that is not cut by columns.
 
         Raises:
             UsageError: Numbers that belong to rows, of a table that is cut by columns: each range
@@ -101,7 +102,9 @@ class SplitTables:
         if placement.cut == "none":
             return part
         ranges = len(placement.owners)
-        flat = part.ndim < 2 or (part.shape[1] == 1 and placement.columns > 1)
+        # A piece may have one column, too, where there are several ranges of them.
+        of_rows = ranges == 1 and placement.columns > 1 and part.shape[1:] == (1,)
+        flat = part.ndim < 2 or of_rows
         if flat and ranges > 1:
             raise UsageError(
                 f"table {name} is cut into {ranges} ranges of columns, and each has numbers of its "

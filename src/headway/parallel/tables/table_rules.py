@@ -180,7 +180,9 @@ def _alike(x: PendingSum, y: PendingSum) -> bool:
 
 
 def _times(a: Block, b: Block) -> Block:
-    return a if a.local is None or b.local is None else a.mapped(b.local.__mul__)
+    # Also where nothing is: ranks must agree on what is still as it was found.
+    factor = b.local
+    return a.mapped(lambda t: t if factor is None else t * factor)
 
 
 def _scaled(x: Any, y: Any, func: Callable[[Tensor, Any], Tensor]) -> Any:
@@ -214,9 +216,8 @@ def _rows_together(x: OwnedRows, y: OwnedRows) -> OwnedRows:
     if x.flat != y.flat:
         raise RuleRefused("a product of another shape")
     token = _both(x.batch, x.token, y.token)
-    if first is None or second is None:
-        return replace(x, token=token)
-    return replace(x, local=first * second, token=token)
+    local = None if first is None or second is None else first * second
+    return replace(x, local=local, token=token, as_found=False)
 
 
 def _weighted(x: OwnedRows, y: Any) -> OwnedRows:
@@ -227,10 +228,9 @@ def _weighted(x: OwnedRows, y: Any) -> OwnedRows:
     if x.token is not x.batch.token:
         raise RuleRefused("rows that have been multiplied so before")
     factors, token = spread_over_ids(x.batch, x.each, y.reshape(-1))
-    local = x.rows()
-    if local is None:
-        return replace(x, token=token)
-    return replace(x, local=local * factors.unsqueeze(1), token=token)
+    rows = x.rows()
+    local = None if rows is None else rows * factors.unsqueeze(1)
+    return replace(x, local=local, token=token, as_found=False)
 
 
 def _small_product(x: PendingSum, small: PendingSum) -> PendingSum:
