@@ -84,7 +84,7 @@ class DLRM(nn.Module):
             raise RecipeError(f"clamp is {clamp}", why="It is a distance from 0 and 1, below 0.5.")
         vectors = len(fields) + 1
         self.bottom = dense_layers((numbers, *bottom, width), last_relu=True)
-        fewest = min(field.rows for field in fields)
+        fewest = min((field.rows for field in fields), default=1)
 
         def table(rows: int) -> nn.Module:
             if compress == "none" or rows <= COMPRESSED_ROWS:
