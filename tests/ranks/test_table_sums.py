@@ -85,6 +85,19 @@ def test_five_steps_of_optimisers(size):
     ranks(size, timeout=120, check=steps_agree)(train)()
 
 
+@pytest.mark.slow
+@ranks(3, timeout=120, check=steps_agree)
+def test_steps_that_know_what_the_step_before_has_taken(world):
+    return {
+        (name, way, key): value
+        for name in MODELS
+        for way in WAYS
+        for key, value in after_steps(
+            world, MODELS[name], uneven, way, OPTIMIZERS["momentum"], steps=3
+        ).items()
+    }
+
+
 def train(world):
     return {
         (name, kind, way, key): value
