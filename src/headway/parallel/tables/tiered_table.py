@@ -57,12 +57,7 @@ class TieredTable:
             ids: As the modules will be asked for; those of other ranks are not among them unless
                 the caller has exchanged them.
         """
-        part, placed = self.part, self.part.placement
-        ids = ids[(ids >= 0) & (ids < placed.rows)]
-        if len(part.rows) < placed.rows:
-            near = torch.searchsorted(part.rows, ids).clamp(max=len(part.rows) - 1)
-            ids = ids[part.rows[near] == ids]
-        self.rows.ahead(part.places(ids))
+        self.rows.ahead(own_rows(self.part, ids))
 
     def gradient(self, places: Tensor, gradients: Tensor) -> Tensor | None:
         rows, order = self.rows.rows_in(places).sort()
@@ -153,7 +148,7 @@ def tier_tables(
     """
     found = []
     for name, part in tables.parts.items():
-        placement = part.placement
+        placement, known = part.placement, (frequent or {}).get(name)
         if not placement.hot or not len(part.rows):
             continue
         state = _state_in_files(part, row_state(optimizer, part.parameter), optimizer)
@@ -163,7 +158,7 @@ def tier_tables(
             placement.hot,
             placement.cold,
             state=state,
-            first=_own_rows(part, (frequent or {}).get(name)),
+            first=None if known is None else own_rows(part, known),
         )
         part.parameter.data = rows.homes[""]
         found.append(TieredTable(part, rows))
@@ -171,12 +166,13 @@ def tier_tables(
     return found, RowUpdates(optimizer, found) if found else None
 
 
-def _own_rows(part: TablePart, rows: Tensor | None) -> Tensor | None:
-    """Of rows by their logical numbers those that this rank has, by its own."""
-    if rows is None:
-        return None
-    rows = rows.unique()
-    return part.places(rows[torch.isin(rows, part.rows)]).long()
+def own_rows(part: TablePart, ids: Tensor) -> Tensor:
+    """Of rows by their logical numbers those that this rank has, by its own; int64."""
+    ids = ids[(ids >= 0) & (ids < part.placement.rows)]
+    if len(part.rows) < part.placement.rows:
+        near = torch.searchsorted(part.rows, ids).clamp(max=len(part.rows) - 1)
+        ids = ids[part.rows[near] == ids]
+    return part.places(ids).long()
 
 
 def _state_in_files(
