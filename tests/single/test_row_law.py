@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,7 +72,7 @@ def law(make: Any, **options: Any) -> RowLaw:
     ],
 )
 def test_laws(make, options, wanted):
-    assert law(make, **options) == wanted
+    assert replace(law(make, **options), by_element=0, by_row=0) == wanted
 
 
 def test_a_rate_of_zero_hides_nothing_and_the_optimiser_is_left_as_it_is():
@@ -80,7 +81,8 @@ def test_a_rate_of_zero_hides_nothing_and_the_optimiser_is_left_as_it_is():
     LambdaLR(made, lambda step: 0.0)
     assert made.param_groups[0]["lr"] == 0.0
     before = table.weight.detach().clone()
-    assert row_law(made, made.param_groups[0], torch.device("cpu")) == MOVES
+    found = row_law(made, made.param_groups[0], torch.device("cpu"))
+    assert replace(found, by_element=0, by_row=0) == MOVES
     assert torch.equal(table.weight, before)
     assert not made.state
     assert made.param_groups[0]["params"] == [table.weight]

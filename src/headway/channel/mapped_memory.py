@@ -19,7 +19,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from headway.errors import RunError
@@ -121,6 +121,8 @@ def _no_room(what: str, folder: str, size: int, error: OSError) -> RunError:
 
 def file_of(tensor: Tensor) -> MappedFile | None:
     """The mapped file in which a tensor lies; None: ordinary memory."""
+    if type(tensor) not in (Tensor, nn.Parameter):  # a DTensor has no memory that one could ask of
+        return None
     return _FILES.get(tensor.untyped_storage().data_ptr())
 
 

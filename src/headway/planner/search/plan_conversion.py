@@ -155,12 +155,13 @@ def degrees_of(plan: Plan) -> Degrees:
     elif several and pipeline.mode_of_schedule != "direct":
         problems.append(f"pipeline.mode: {pipeline.mode}")
     if problems:
-        raise PlanError(
-            "the search has no price for this plan",
-            problems=problems,
-            fix=f"Take {' or '.join(RUNNABLE_SCHEDULES)}; "
-            "`headway schedule compare` has the others' bubbles.",
+        fix = (
+            f"Take {' or '.join(RUNNABLE_SCHEDULES)}; "
+            "`headway schedule compare` has the others' bubbles."
         )
+        if plan.split.tables:
+            fix = "`headway plan RECIPE --cluster ...` prices tables by themselves; run the plan."
+        raise PlanError("the search has no price for this plan", problems=problems, fix=fix)
     parts = plan.batch.microbatches(max(_shares(plan), key=len))
     scheme = (
         schedule_option(pipeline.schedule, pipeline.virtual, pipeline.pipes) if several else PLAIN
