@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from headway.api.recipe_workload import RecipeWorkload
 
 TABLE_SHARE = 0.5
-"""Of a model's parameters, from which on its tables are worth a plan of their own."""
+"""Of a model's parameters, from which on tables without bags are worth a plan of their own."""
 _LOG = logging.getLogger("headway")
 
 
@@ -124,7 +124,7 @@ def plan_tables(
 def find_tables(
     captured: RecipeWorkload, options: PlanSearchOptions, cluster: Cluster
 ) -> TablesOverRanks | NothingFits | None:
-    """As `plan_tables`, of a model that is mostly tables; an error where memory is missing, and
+    """As `plan_tables`, of a model with bags of ids, or mostly of tables; an error where memory is missing, and
     None where no such plan can be."""
     graph = captured.work.graph
     kinds = {*cluster.devices_of_ranks}
@@ -134,7 +134,9 @@ def find_tables(
 
     tables = recipe_tables(captured.recipe, graph, captured.work.samples)
     size = sum(table.rows * table.columns * table.itemsize for table in tables)
-    if not tables or size < TABLE_SHARE * sum(s.bytes for s in graph.parameters.values()):
+    large = size >= TABLE_SHARE * sum(spec.bytes for spec in graph.parameters.values())
+    # Bags of ids are what recommenders have, and few others.
+    if not large and not any(table.pooled for table in tables):
         return None
     try:
         return plan_tables(captured, options, tables, cluster)
