@@ -124,8 +124,8 @@ def plan_tables(
 def find_tables(
     captured: RecipeWorkload, options: PlanSearchOptions, cluster: Cluster
 ) -> TablesOverRanks | NothingFits | None:
-    """As `plan_tables`, of a model with bags of ids, or mostly of tables; an error where memory is missing, and
-    None where no such plan can be."""
+    """As `plan_tables`, of a model with bags of ids, or mostly of tables; an error where memory is
+    missing, and None where no such plan can be."""
     graph = captured.work.graph
     kinds = {*cluster.devices_of_ranks}
     if len(kinds) != 1 or None in kinds or not model_tables(graph, captured.work.samples):
