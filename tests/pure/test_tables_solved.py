@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from time import perf_counter
 
 import numpy as np
 import pytest
 
 from headway.planner.tables import solve as solving
 from headway.planner.tables.choices import Held, PlacementProblem
+from headway.planner.tables.incumbent import _State, quick_assignments
 from headway.planner.tables.solve import Shortage, Solution, solve
 from support.placements import best_of_all, random_problem
 from support.sampling import sampled
@@ -106,3 +108,21 @@ def test_a_hint_that_does_not_fit_is_left_out():
     found = solve(problem, hints=((Held(option=0, forms=dict.fromkeys(ranks, 0)),),))
     assert isinstance(found, Solution)
     assert found.assignment[0].option == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_local_search_keeps_its_books_and_finds_short_steps(seed):
+    problem = random_problem(np.random.default_rng(seed), tables=5, ranks=3, tiers=1)
+    problem = replace(problem, capacity=np.full((1, 3), 40.0))
+    found = quick_assignments(problem, until=perf_counter() + 5)
+    best = best_of_all(problem)
+    assert found is not None
+    assert best is not None
+    assert problem.fits(found)
+    assert problem.seconds(found) <= 1.1 * best
+    state = _State.of(problem, found)
+    move = state.take(2)
+    state.put(2, state.best(2) or move)
+    assert state.load == pytest.approx(problem.loads(state.assignment))
+    assert state.free == pytest.approx(problem.capacity - problem.used(state.assignment))
+    assert state.score[0] == pytest.approx(problem.seconds(state.assignment))
