@@ -167,3 +167,43 @@ def test_one_id_and_lookups_that_do_not_count(world):
     assert part.rows[part.parameter.grad.indices()[0]].tolist() == expected
     # Those of rank 0 alone: rank 1 has looked up the same.
     assert torch.equal(part.parameter.grad.values(), torch.ones(len(expected), 4))
+
+
+class AsksForItsWeights(nn.Module):
+    """The code of many models asks a table for its type, and some use its numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(13, 4)
+        self.use = None
+
+    def forward(self, ids):
+        weight = self.table.weight
+        assert weight.shape == weight.size() == (13, 4)
+        assert (weight.size(1), weight.numel(), len(weight)) == (4, 52, 13)
+        assert weight.dim() == weight.ndim == 2
+        assert weight.requires_grad
+        assert not weight.is_cuda
+        found = self.table(ids).to(weight.device, weight.dtype)
+        return found if self.use is None else self.use(found, weight)
+
+
+@ranks(2, timeout=60)
+def test_a_split_weight_knows_its_form_and_refuses_its_numbers(world):
+    model = AsksForItsWeights().double()
+    split_tables(model, placements(model, "column", world.size), world.group)
+    assert model(torch.tensor([3, 12])).dtype == torch.float64
+    for use in (
+        lambda x, w: x @ w.t(),
+        lambda x, w: x @ w.T,
+        lambda x, w: nn.functional.linear(x, w),
+        lambda x, w: x + w[0],
+        lambda x, w: x * w,
+        lambda x, w: torch.mm(x, w),
+        lambda x, w: x + w.norm(),
+        lambda x, w: x + w.data,
+    ):
+        model.use = use
+        with pytest.raises(PlanError, match=r"table\.weight is split") as error:
+            model(torch.tensor([3, 12]))
+        assert __file__ in str(error.value)

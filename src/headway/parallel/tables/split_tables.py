@@ -7,7 +7,7 @@ the model's own code, names and structure stay.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from headway.errors import PlanError, UsageError
-from headway.parallel.split_tensor import map_nested
+from headway.parallel.split_tensor import ATTRIBUTES_OF_PART, leaves, map_nested
+from headway.parallel.stages import user_line
 from headway.parallel.tables.lazy_lookups import LookupContext, taken
 from headway.parallel.tables.lookups import Lookup, bag_lookup, embedding_lookup
 from headway.parallel.tables.rounds import Conversation, SplitTable
@@ -137,18 +138,81 @@ class SplitTables:
         return found
 
 
+class SplitWeight:
+    """What `module.weight` is where the table is split: it knows its form, and has no numbers.
+
+    Attributes:
+        shape: Of the whole table.
+    """
+
+    def __init__(self, name: str, shape: Sequence[int], part: Tensor) -> None:
+        self._name, self._part, self.shape = name, part, torch.Size(shape)
+        self.ndim = len(shape)
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getattr__(self, name: str) -> Any:
+        """What a part and the whole have in common.
+
+        Raises:
+            PlanError: It is about the numbers of the table.
+        """
+        if name in ATTRIBUTES_OF_PART:
+            return getattr(self._part, name)
+        raise self._refusal() if hasattr(Tensor, name) else AttributeError(name)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """A function of torch on it.
+
+        Raises:
+            PlanError: Always: its rows lie on several ranks.
+        """
+        weight = next(x for x in leaves((args, kwargs or {})) if isinstance(x, SplitWeight))
+        raise weight._refusal()
+
+    def _refusal(self, *_: Any) -> PlanError:
+        return PlanError(
+            f"{self._name} is split, and the model uses it without looking up",
+            problems=["only lookups by the module itself know where its rows lie"],
+            where=user_line(),
+            fix="Call the module, or leave this table out of the split.",
+        )
+
+
+def _refuse_operators() -> None:
+    def refuse(self: SplitWeight, *_: Any) -> Any:
+        raise self._refusal()
+
+    # Python looks operators up in the class, past `__getattr__`.
+    for name in ("getitem", "matmul", "rmatmul", "add", "radd", "mul", "rmul", "sub", "truediv"):
+        setattr(SplitWeight, f"__{name}__", refuse)
+
+
+_refuse_operators()
+
+
 class _LooksUp:
     """Before the class of a module whose table is split."""
 
     def __getattr__(self, name: str) -> Any:
-        if name == "weight":
-            table = self.__dict__["_headway_table"][1]
-            raise PlanError(
-                f"{table} is split, and the model uses it without looking up",
-                problems=["only lookups by the module itself know where its rows lie"],
-                fix="Call the module, or leave this table out of the split.",
-            )
-        return super().__getattr__(name)  # type: ignore[misc]
+        if name != "weight":
+            return super().__getattr__(name)  # type: ignore[misc]
+        table = self.__dict__["_headway_table"][1]
+        shape = self.num_embeddings, self.embedding_dim
+        return SplitWeight(table, shape, self._parameters["weight"])
 
 
 class SplitEmbedding(_LooksUp, nn.Embedding):
