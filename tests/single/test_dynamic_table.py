@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from headway import Executor
-from headway.errors import CheckpointMismatch, DataError, PlanError, UsageError
+from headway.errors import CheckpointMismatch, DataError, UsageError
 from headway.nn import DynamicEmbeddingBag, DynamicTable, field_keys
 from headway.nn.dynamic_initial import initial_rows
 from headway.nn.dynamic_storage import KeyIndex, RowStore, distinct
@@ -578,13 +577,6 @@ def test_bad_bags(keys, rest, message):
     with pytest.raises(DataError, match=message):
         bag(keys, **rest)
     assert len(bag.table) == 0
-
-
-def test_the_executor_refuses_it_by_name():
-    model = nn.Sequential(DynamicEmbeddingBag(DIM))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(PlanError, match=r"0\.table is a table that grows"):
-        Executor(model, optimizer, loss=nn.MSELoss(), batch=2)
 
 
 def test_fields_that_share_a_table_have_keys_of_their_own():

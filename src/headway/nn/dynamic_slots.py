@@ -69,6 +69,15 @@ class RowSlots:
             if isinstance(state.get(name), Tensor)
         }
 
+    def columns(self, optimizer: Optimizer, high: int) -> dict[str, Tensor]:
+        """What is kept of the rows below `high`, by name; of what has not begun, nothing."""
+        state = optimizer.state[self._parameter]
+        return {
+            name: _fitted(state[name], initial, high)[:high]
+            for name, initial in self.initial.items()
+            if isinstance(state.get(name), Tensor)
+        }
+
     def enter(
         self, optimizer: Optimizer, rows: Tensor, entries: Mapping[str, Tensor], room: int
     ) -> None:

@@ -80,6 +80,7 @@ class DynamicTable(nn.Module):
         weight: What an optimiser steps: [0, dim], between backward and step [touched, dim].
         name: In the model, if the table is split over ranks.
         clock: Steps so far.
+        rows_apart: A state_dict has no rows, as they are saved otherwise.
 
     Raises:
         UsageError: An argument that cannot be used.
@@ -119,6 +120,7 @@ class DynamicTable(nn.Module):
             self._rows.add_column("last", (), torch.int64)
         self._waiting = self._new_waiting()
         self.name = type(self).__name__
+        self.rows_apart = False
         self._tables: SplitTables | None = None
         self._changes = 0  # of what is in it; what was found before may not be true any more
         self._step: _Step | None = None
@@ -371,11 +373,11 @@ class DynamicTable(nn.Module):
         me = weakref.ref(self)
 
         def before(optimizer: Optimizer, *_: Any) -> None:
-            if (table := me()) is not None and table._is_stepped_by(optimizer):
+            if (table := me()) is not None and table.is_stepped_by(optimizer):
                 table._before_step(optimizer)
 
         def after(optimizer: Optimizer, *_: Any) -> None:
-            if (table := me()) is not None and table._is_stepped_by(optimizer):
+            if (table := me()) is not None and table.is_stepped_by(optimizer):
                 table._after_step(optimizer)
 
         for handle in (
@@ -384,7 +386,8 @@ class DynamicTable(nn.Module):
         ):
             weakref.finalize(self, handle.remove).atexit = False
 
-    def _is_stepped_by(self, optimizer: Optimizer) -> bool:
+    def is_stepped_by(self, optimizer: Optimizer) -> bool:
+        """Whether an optimiser has `weight` among its parameters."""
         return any(p is self.weight for group in optimizer.param_groups for p in group["params"])
 
     @torch.no_grad()
@@ -529,6 +532,60 @@ class DynamicTable(nn.Module):
                 entries = {k[6:]: v for k, v in own.items() if k.startswith("slots.")}
                 slots.enter(optimizer, rows, entries, store.room)
 
+    @torch.no_grad()
+    def columns(self, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
+        """All that this rank has, as one piece whose rows may be nobody's; without copies of rows.
+
+        Returns:
+            As a piece of `pieces`, and "rows.taken", "waiting.taken": bool, which rows count.
+            Tensors are this table's own memory; its next step changes them.
+        """
+        self._follow()
+        found = {"clock": torch.tensor(self.clock), "law": _as_numbers(self._law())}
+        for name, store in (("rows", self._rows), ("waiting", self._waiting)):
+            keys = torch.zeros(store.high, dtype=torch.int64, device=self._device)
+            for some, rows in store.index.chunks():
+                keys[rows] = some
+            found |= {f"{name}.{key}": v[: store.high] for key, v in store.columns.items()}
+            taken = store.taken()
+            if self.evict_after is not None:
+                taken &= ~self._old(store)
+            found |= {f"{name}.keys": keys, f"{name}.taken": taken}
+        if optimizer is None or not self.is_stepped_by(optimizer):
+            return found
+        slots = self._slots_of(optimizer).columns(optimizer, self._rows.high)
+        return found | {f"rows.slots.{key}": value for key, value in slots.items()}
+
+    def clear(self) -> None:
+        """Forget all keys, and what the steps since the last update have touched."""
+        self._follow()
+        self.forget_step()
+        self.clock = 0
+        for name in ("_rows", "_waiting"):
+            old: RowStore = getattr(self, name)
+            store = RowStore(0, self._device)
+            for column, like in old.columns.items():
+                store.add_column(column, tuple(like.shape[1:]), like.dtype)
+            setattr(self, name, store)
+
+    def forget_step(self) -> None:
+        """Leave out the step that is under way: no key of it counts as seen."""
+        self._forget_step()
+
+    @property
+    def touched(self) -> Tensor:
+        """The keys of the rows of `weight`, int64 [touched]."""
+        return torch.empty(0, dtype=torch.int64) if self._step is None else self._step.keys
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Find out what an optimiser keeps of rows.
+
+        Raises:
+            UsageError: The step of a row does not follow from that row alone.
+        """
+        if self.is_stepped_by(optimizer):
+            self._slots_of(optimizer)
+
     def _slots_of(self, optimizer: Optimizer) -> RowSlots:
         if optimizer not in self._slots:
             self._slots[optimizer] = RowSlots(optimizer, self.weight, self.name)
@@ -545,6 +602,8 @@ class DynamicTable(nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """All keys and rows, in the order of row numbers, as optimisers have their states."""
+        if self.rows_apart:
+            return {}
         state: dict[str, Any] = {"law": self._law(), "clock": self.clock, "part": self._part()}
         for name, store in (("rows", self._rows), ("waiting", self._waiting)):
             keys = torch.zeros(store.high, dtype=torch.int64, device=self._device)

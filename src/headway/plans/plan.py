@@ -180,8 +180,8 @@ class Plan:
     @property
     def places_tables(self) -> bool:
         """Whether tables lie otherwise than whole in the memory of every rank."""
-        tiers = any(split.hot for split in self.split.tables)
-        return bool(self.split.tables) and (self.data_degree > 1 or tiers)
+        apart = any(split.hot or split.way == "grow" for split in self.split.tables)
+        return bool(self.split.tables) and (self.data_degree > 1 or apart)
 
     @property
     def meets_in_forward(self) -> bool:

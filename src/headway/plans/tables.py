@@ -20,13 +20,14 @@ from headway.documents import document
 from headway.keywords import checks_keywords
 from headway.units import parse_bytes
 
-Way = Literal["copies", "table", "column", "row", "table_row", "grid", "hash"]
+Way = Literal["copies", "table", "column", "row", "table_row", "grid", "hash", "grow"]
 """How a table is split.
 
 copies: every rank has all of it, and gradients of the rows that were used travel. table: one rank
 has it. column: ranges of columns. row: ranges of rows. table_row: ranges of rows over the ranks of
 one node. grid: ranges of columns over nodes, and of rows over the ranks of each. hash: rows by a
-mixed hash of their number.
+mixed hash of their number. grow: of a table without a number of rows, by a hash of their keys; the
+executor says so itself of each such table of a model.
 """
 
 Travels = Literal["auto", "sums", "rows"]

@@ -65,7 +65,13 @@ from headway.run.step.randomness import (
     seed_everything,
 )
 from headway.run.step.record import StepRecord
-from headway.run.step.setup import check_components, find_world, resolve_plan, usable_loss
+from headway.run.step.setup import (
+    check_components,
+    find_world,
+    resolve_plan,
+    usable_loss,
+    with_growing_tables,
+)
 from headway.run.strategy.checkpoint import (
     checkpoint_contents,
     make_inventory,
@@ -241,6 +247,7 @@ class Executor:
         self.plan = resolve_plan(plan, batch, self.world.ranks, precision)
         tables = self.plan.split.tables
         check_components(model, optimizer, scheduler, self.world.ranks, tables)
+        self.plan = with_growing_tables(self.plan, model)
         loss = usable_loss(loss)
         check_device(self.plan, self.world.device.type)
         if weights is not None:

@@ -142,7 +142,7 @@ def _noise(perturbed: Sequence[Comparison], tolerance: float) -> dict[tuple[int,
     """By place what may be rounding, where it is more than the tolerance."""
     found: dict[tuple[int, str, str], float] = {}
     for difference in chain.from_iterable(one.differences for one in perturbed):
-        if difference.kind == "facts":
+        if difference.kind in ("facts", "key"):
             continue
         # NaN, and whatever only one of the runs has, says nothing about rounding.
         allowed = NOISE_FACTOR * difference.error
@@ -183,8 +183,9 @@ def _one(
         note = f"shape {list(a.shape)} in the serial run, {list(b.shape)} in the split run"
         return Difference(int(step), kind, name, float("inf"), note)
     bound = serial.bounds.get(key)
-    # Facts have nothing in common: a rate is compared with itself, not with a seed.
-    least = 0.0 if kind == "facts" else FLOOR * scales[step, kind]
+    # Facts have nothing in common: a rate is compared with itself, not with a seed. Keys, in two
+    # halves of less than 2^31, are equal or not.
+    least = 0.0 if kind in ("facts", "key") else FLOOR * scales[step, kind]
     error = _error(a, b, least, slack, bound)
     return Difference(int(step), kind, name, error)
 
@@ -276,7 +277,7 @@ def _steps(serial: Recording) -> dict[str, Tensor]:
         if kind != "parameter":
             continue
         now = serial.tensors[key].double()
-        if name in last and now.numel():
+        if name in last and now.numel() and last[name][1].shape == now.shape:
             before, then = last[name]
             found[key] = (now - then).abs()
             if before:

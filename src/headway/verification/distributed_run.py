@@ -133,7 +133,7 @@ def _recorded(world: World, job: VerifyJob, recipe: Recipe, plan: Plan) -> Recor
         seed=recipe.seed,
         world=world,
     )
-    return RecordedRun(world, job, plan, trained, executor)
+    return RecordedRun(world, job, executor.plan, trained, executor)
 
 
 def inexact_file(target: Path) -> Path:

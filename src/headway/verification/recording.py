@@ -47,13 +47,15 @@ KINDS = (
     "parameter",
     "buffer",
     "optimizer",
+    "key",
     "facts",
     "validation",
     "journal",
 )
 STEP_KINDS = ("loss", "gradient", "parameter", "buffer", "optimizer")
 """Those of every step; share, exchange and residual are of an inexact exchange (see `replay`),
-unclipped is the gradient before its norm is limited, norm what it was, facts are what a checkpoint
+unclipped is the gradient before its norm is limited, norm what it was, key the keys of tables that
+grow and counts of their steps, as whole numbers, facts are what a checkpoint
 holds beside tensors, journal is what a run tells of a step."""
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headway.checkpoint.directory import committed_steps, read_manifest, step_path
-from headway.checkpoint.format import TensorEntry
+from headway.checkpoint.format import Manifest, TensorEntry
 from headway.documents import parse_json
 from headway.errors import NotEqual
 from headway.run.training.run_directory import RunDirectory
@@ -31,7 +31,12 @@ def recorded_end(directory: Path, steps: Sequence[int], serial: Recording) -> Re
     for step in steps:
         checkpoint = step_path(run.checkpoints, step)
         manifest = read_manifest(checkpoint)
+        grown = _grown_tables(checkpoint, manifest)
+        for key, value in grown.items():
+            found[f"{step}/{key}"] = value
         for name, entry in manifest.tensors.items():
+            if _of_grown_table(name, entry, manifest):
+                continue
             kind, _, own = name.partition(".")
             if kind == "model":
                 kind = "buffer" if f"{step}/buffer/{own}" in serial.tensors else "parameter"
@@ -60,6 +65,52 @@ def recorded_end(directory: Path, steps: Sequence[int], serial: Recording) -> Re
     return Recording(found, tuple(found))
 
 
+_KEYS = ".rows.keys"
+
+
+def _tables_in(manifest: Manifest) -> list[str]:
+    """The tables that grow, of whose keys a checkpoint tells."""
+    return [
+        name.removeprefix("model.").removesuffix(_KEYS)
+        for name in manifest.tensors
+        if name.endswith(_KEYS)
+    ]
+
+
+def _of_grown_table(name: str, entry: TensorEntry, manifest: Manifest) -> bool:
+    own = any(name.startswith(f"model.{table}.") for table in _tables_in(manifest))
+    rows = any(name.startswith(f"optimizer.{table}.weight.") for table in _tables_in(manifest))
+    return own or (rows and bool(entry.shape))
+
+
+def _grown_tables(checkpoint: Path, manifest: Manifest) -> dict[str, Tensor]:
+    """Kind and name -> what belongs to the keys of tables that grow, in the order of the keys."""
+    found: dict[str, Tensor] = {}
+    for table in _tables_in(manifest):
+        for store in ("rows", "waiting"):
+            prefix, slots = f"model.{table}.{store}.", f"optimizer.{table}.weight."
+            columns = {
+                f"{table}.{store}.{name.removeprefix(prefix)}": read_tensor(checkpoint, entry)
+                for name, entry in manifest.tensors.items()
+                if name.startswith(prefix)
+            }
+            taken = columns.pop(f"{table}.{store}.taken")
+            order = columns[f"{table}.{store}.keys"].masked_fill(~taken, 2**63 - 1).argsort()
+            order = order[taken[order]]
+            for name, column in columns.items():
+                if column.is_floating_point():
+                    found[f"parameter/{name}"] = column[order]
+                else:
+                    found[f"key/{name}"] = column[order].view(torch.int32)
+            for name, entry in manifest.tensors.items() if store == "rows" else ():
+                if name.startswith(slots) and entry.shape:
+                    state = read_tensor(checkpoint, entry)[order]
+                    found[name.replace(".", "/", 1)] = state
+        clock = read_tensor(checkpoint, manifest.tensors[f"model.{table}.clock"])
+        found[f"key/{table}.clock"] = clock
+    return found
+
+
 def expected_end(serial: Recording, steps: Sequence[int], given: Recording) -> Recording:
     """Of a serial recording what a run must have left behind.
 
@@ -70,7 +121,9 @@ def expected_end(serial: Recording, steps: Sequence[int], given: Recording) -> R
         step, kind, _ = key.split("/", 2)
         if kind in ("loss", "validation", "facts", "journal"):
             return True
-        saved = kind in ("parameter", "optimizer") or (kind == "buffer" and key in given.tensors)
+        saved = kind in ("parameter", "optimizer", "key") or (
+            kind == "buffer" and key in given.tensors
+        )
         return saved and int(step) in steps
 
     keys = [key for key in serial.order if wanted(key)]

@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_leaves
 from headway.checkpoint.pretrained import load_weights
 from headway.data import RankBatch
 from headway.errors import RecipeError
+from headway.nn import DynamicTable
 from headway.parallel.stages import ModelStages
 from headway.run.recipe.recipe import Recipe, sum_and_count
 
@@ -393,6 +394,9 @@ def state_restored(model: nn.Module) -> Iterator[None]:
             for name, buffer in model.named_buffers():
                 buffer.copy_(buffers[name])
             parameters.restore()
+        for module in model.modules():
+            if isinstance(module, DynamicTable):
+                module.forget_step()  # rows that a backward pass has touched are its parameter
 
 
 class _ChangedParameters(TorchDispatchMode):

@@ -20,7 +20,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from headway.errors import PlanError, RecipeError, UsageError
 from headway.keywords import told_together, users_line
+from headway.nn import DynamicTable
 from headway.plans import Plan, data_parallel, pipelined
+from headway.plans.plan import check_executable
 from headway.plans.tables import TableSplit
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
@@ -79,6 +81,38 @@ def resolve_plan(
     if precision is None:
         return found
     return replace(found, memory=replace(found.memory, precision=precision))
+
+
+def with_growing_tables(plan: Plan, model: nn.Module) -> Plan:
+    """The plan, saying of each table of the model that grows that its keys are dealt to ranks.
+
+    Raises:
+        PlanError: The plan cannot be carried out with such tables, or means one that there is not.
+    """
+    fixed = tuple(split for split in plan.split.tables if split.way != "grow")
+    names = [n for n, module in model.named_modules() if isinstance(module, DynamicTable)]
+    given = {split.tables for split in plan.split.tables if split.way == "grow"}
+    if unknown := sorted(given - set(names)):
+        raise PlanError(
+            "the plan means tables that grow, and the model has other ones",
+            problems=[f"split.tables: {name} is no headway.nn.DynamicTable" for name in unknown],
+            fix='Leave out split.tables with way = "grow": the executor finds these tables itself.',
+        )
+    if not names:
+        return plan
+    grows = tuple(TableSplit(tables=name, way="grow") for name in names)
+    found = replace(plan, split=replace(plan.split, tables=(*fixed, *grows)))
+    try:
+        found.check()
+        check_executable(found)
+    except PlanError as error:
+        raise PlanError(
+            f"this plan cannot train {', '.join(names)}: a table that grows is dealt to the ranks "
+            "as split.tables is",
+            problems=error.problems,
+            fix="Use data parallelism, or ZeRO for the rest of the model.",
+        ) from None
+    return found
 
 
 def recipe_plan(recipe: Recipe, given: Plan | Path | None, ranks: int) -> Plan:

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from headway.run.strategy.growing_tables import GrowingTables
+
 
 class ParameterLayout(Protocol):
     """How this rank holds the parameters of a split model.
@@ -15,6 +17,10 @@ class ParameterLayout(Protocol):
     Attributes:
         named: Logical name -> parameter, as the optimiser has it.
     """
+
+    @property
+    def growing(self) -> GrowingTables | None:
+        """Tables without a number of rows; None: the model has none."""
 
     @property
     def named(self) -> Mapping[str, nn.Parameter]: ...

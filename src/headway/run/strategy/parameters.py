@@ -366,7 +366,8 @@ class TableParameters(HeldParameters):
         with self._context.exchanging():
             self.tables.apply(self._model)
             if shard is not None:
-                shard([part.parameter for part in self.tables.parts.values()])
+                apart = [part.parameter for part in self.tables.parts.values()]
+                shard([*apart, *self.tables.growing.weights.values()])
                 self.tables.adopt(self._model)
         self.named, self.sources = self.tables.named, self.tables.dense
         give_back_freed_memory()
@@ -429,10 +430,15 @@ class TableParameters(HeldParameters):
         return self.tables.held(name, whole)
 
     def gather_whole(self) -> None:
-        if self.named:
-            self.whole = whole_model(
-                self._form, self._model, self.named, self._context, self._completed
-            )
+        if not self.named:
+            return
+        if self._context.world.alone and not self.tables.placements:
+            return  # this process has all
+        self.whole = whole_model(
+            self._form, self._model, self.named, self._context, self._completed
+        )
+        with self._context.exchanging():
+            self.tables.growing.fill(self.whole)
 
     def release_whole(self) -> None:
         self.whole = self._model

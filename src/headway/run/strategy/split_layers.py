@@ -24,6 +24,7 @@ from headway.plans import Plan
 from headway.plans.layer_split import TENSOR
 from headway.plans.tensor_layout import TensorGrid
 from headway.run.distributed.device_mesh import grid_axes, refined_mesh
+from headway.run.strategy.growing_tables import GrowingTables
 
 if TYPE_CHECKING:
     from headway.run.distributed.world import World
@@ -49,6 +50,7 @@ class SplitLayers:
         meshes: For each grid of the plan all ranks; the grid's axes come first.
 
     Attributes:
+        growing: None: tables that grow cannot be trained by such a plan.
         split: None before `apply`.
         leaves: Logical name -> what the modules hold.
         named: Logical name -> the same memory, as the optimiser has it.
@@ -56,6 +58,7 @@ class SplitLayers:
 
     def __init__(self, plan: Plan, meshes: Mapping[TensorGrid, DeviceMesh]) -> None:
         assert plan.split.grid is not None
+        self.growing: GrowingTables | None = None
         self.meshes = meshes
         self.grids = {
             one: ProcessGrid.of(one, mesh[tuple(grid_axes(one))]) for one, mesh in meshes.items()

@@ -24,6 +24,7 @@ from headway.channel.mapped_memory import file_of, large_tensors_in_files, mappe
 from headway.checkpoint.tensor_part import TensorPart
 from headway.documents import nearest
 from headway.errors import PlanError, UsageError
+from headway.nn import split_dynamic_tables
 from headway.optim.row_law import RowLaw, law_options, row_law
 from headway.parallel.fsdp import full_tensor_of
 from headway.parallel.tables import SplitTables, TablePart, split_tables
@@ -33,6 +34,7 @@ from headway.parallel.tables.tiered_table import TieredTable, tier_tables
 from headway.plans import Plan
 from headway.plans.tables import TablePlacement, even_range, place_tables
 from headway.run.distributed.process_groups import find_nodes
+from headway.run.strategy.growing_tables import GrowingTables
 from headway.run.strategy.row_sums import share_row_sums, shares_row_sums, whole_of_rows
 
 if TYPE_CHECKING:
@@ -62,7 +64,7 @@ def place_model_tables(plan: Plan, model: nn.Module, node: int | None) -> dict[s
         name: (module.num_embeddings, module.embedding_dim)
         for name, module in table_modules(model).items()
     }
-    splits = plan.split.tables
+    splits = tuple(split for split in plan.split.tables if split.way != "grow")
     problems = [
         f"split.tables.{number}: no table matches {split.tables!r}{_known(split.tables, shapes)}"
         for number, split in enumerate(splits)
@@ -112,6 +114,7 @@ class TableLayout:
 
     Attributes:
         tables: None before `apply`.
+        growing: Tables without a number of rows; see `GrowingTables`.
         named: All parameters of the model, those of other layers as they are.
     """
 
@@ -123,6 +126,7 @@ class TableLayout:
             RecipeError: What the optimiser does to rows cannot be found out.
         """
         self.tables: SplitTables | None = None
+        self.growing = GrowingTables(model)
         self.named: Mapping[str, nn.Parameter] = {}
         self._optimizer, self._laws = optimizer, dict[tuple[int, str], RowLaw]()
         with world.explained("placing tables"):
@@ -173,6 +177,7 @@ class TableLayout:
                     if own:
                         self._optimizer.state[new] = own
         self.adopt(model)
+        self._deal_growing(model)
         share_row_sums(self._optimizer, self.tables.wire, self.placements, self._name_of)
         tiers, self._updates = tier_tables(self.tables, self._optimizer)
         self._tiers = {table.name: table for table in tiers}
@@ -187,7 +192,17 @@ class TableLayout:
                 for key, value in self._optimizer.state.get(parameter, {}).items():
                     if isinstance(value, Tensor) and value.dim():
                         self._optimizer.state[parameter][key] = value.clone()
-        model.register_state_dict_pre_hook(_refuse_state_dict)
+        if self.placements or self._group is not None:
+            model.register_state_dict_pre_hook(_refuse_state_dict)
+
+    def _deal_growing(self, model: nn.Module) -> None:
+        """Let each key of tables that grow have its row on one rank."""
+        assert self.tables is not None
+        for table in self.growing.tables.values():
+            table.check(self._optimizer)
+        if self.growing.tables and self._group is not None:
+            split_dynamic_tables(model, self._group, tables=self.tables)
+            self.growing = GrowingTables(model, self.tables.wire)
 
     def _name_of(self, parameter: Tensor) -> str | None:
         return self._names.get(parameter)
@@ -241,7 +256,8 @@ class TableLayout:
     @property
     def dense(self) -> dict[str, nn.Parameter]:
         """All parameters but those of tables."""
-        return {name: p for name, p in self.named.items() if name not in self.placements}
+        apart = {*self.placements, *self.growing.weights}
+        return {name: p for name, p in self.named.items() if name not in apart}
 
     @property
     def away(self) -> frozenset[Tensor]:
@@ -251,7 +267,8 @@ class TableLayout:
     @property
     def alike(self) -> dict[str, nn.Parameter]:
         """Those that all ranks have."""
-        return {name: p for name, p in self.named.items() if not self._is_cut(name)}
+        grow = self.growing.weights
+        return {n: p for n, p in self.named.items() if n not in grow and not self._is_cut(n)}
 
     def _is_cut(self, name: str) -> bool:
         return name in self.placements and self.placements[name].cut != "none"
@@ -277,6 +294,7 @@ class TableLayout:
 
     def clear(self) -> None:
         """Drop the gradients of tables, and see which will be sparse in the step that begins."""
+        self.growing.clear()
         for part in self.parts.values():
             part.parameter.grad = None
         for name, law in self._check_laws().items():
@@ -309,6 +327,9 @@ class TableLayout:
         for name, part in self.parts.items():
             if part.parameter.grad is not None:
                 yield name, part.parameter.grad
+        for name, weight in self.growing.weights.items():
+            if weight.grad is not None:
+                yield name, weight.grad
 
     def scale(self, factor: float) -> None:
         for _, gradient in self.gradients():
@@ -319,7 +340,8 @@ class TableLayout:
         assert self.tables is not None
         total = torch.zeros((), dtype=torch.float64)
         for name, gradient in self.gradients():
-            if self._is_cut(name) or self.tables.wire.rank == 0:
+            apart = self._is_cut(name) or name in self.growing.weights
+            if apart or self.tables.wire.rank == 0:
                 values = gradient.values() if gradient.is_sparse else gradient
                 total += torch.linalg.vector_norm(values).double().square().cpu()
         shared = total.to(self.tables.wire.device)

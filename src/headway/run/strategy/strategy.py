@@ -33,7 +33,6 @@ from headway.comm.lanes.routes import RoutePool
 from headway.comm.tuning.autotuning import AdaptiveExchange
 from headway.data import RankBatch, StepFact
 from headway.errors import Diverged, PlanError
-from headway.nn import DynamicTable
 from headway.optim import fit_exchange
 from headway.parallel.fsdp import ShardedState
 from headway.parallel.split_layers import ParameterPlacement, SplitDecisions
@@ -415,6 +414,12 @@ class Strategy:
         setup, layout = self._setup, self.parameters.layers
         trained = TrainingState(setup.model, setup.optimizer, setup.scheduler, layout=layout)
         found = self.parameters.complete(trained.tensors_by_kind())
+        if layout is not None and layout.growing is not None:
+            with self.context.exchanging():
+                rows = layout.growing.numbers(setup.optimizer)
+            found = {
+                kind: {**found.get(kind, {}), **rows.get(kind, {})} for kind in {**found, **rows}
+            }
         return self.rounds.with_state(found) if isinstance(self.rounds, GroupRun) else found
 
     def close(self) -> None:
@@ -707,7 +712,6 @@ def make_strategy(setup: TrainingSetup, forward: ForwardPass) -> Strategy:
     plan = setup.plan
     check_executable(plan)
     check_clip(plan, setup.clip)
-    _check_tables(setup.model)
     if plan.pipe_degree > 1:
         return _pipeline_parallel(setup, forward)
     if plan.split.tensor:
@@ -718,24 +722,6 @@ def make_strategy(setup: TrainingSetup, forward: ForwardPass) -> Strategy:
     if plan.memory.zero and plan.ranks > plan.workers:
         return _sharded(setup)
     return data_parallel_strategy(setup)
-
-
-def _check_tables(model: nn.Module) -> None:
-    """
-    Raises:
-        PlanError: The model has a table that grows.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, DynamicTable):
-            raise PlanError(
-                f"{name or 'the model'} is a table that grows, which the executor cannot train",
-                problems=[
-                    "the exchange and checkpoints have tensors of one shape, and its parameter has "
-                    "the rows that a step touches"
-                ],
-                fix="Train it in a loop of your own: headway.nn.split_dynamic_tables deals its "
-                "keys to the ranks, and table.pieces saves them.",
-            )
 
 
 def data_parallel_strategy(setup: TrainingSetup) -> Strategy:

@@ -25,6 +25,7 @@ from headway.checkpoint.store import check_match
 from headway.checkpoint.tensor_part import TensorPart
 from headway.comm.compress.state import STATE_PREFIX
 from headway.errors import CheckpointError, CheckpointMismatch
+from headway.run.strategy.growing_tables import GrowingTables
 from headway.run.strategy.parameter_layout import ParameterLayout
 from headway.run.synchrony.rounds import MOMENTUM, START
 
@@ -49,25 +50,40 @@ class TrainingState:
     def tensors(self) -> dict[str, Tensor]:
         """Logical name -> the live tensor; tied tensors once, under their first name. Collective
         where the layout says so."""
-        state, layout = _optimizer_tensors(self.optimizer, self.names()), self.layout
+        state, layout = self._state(), self.layout
         model = model_tensors(self.model, self.away)
         if layout is not None:
             state = {name: layout.logical(parameter_of(name), t) for name, t in state.items()}
             model = {
                 name: layout.saved(name.removeprefix("model."), t) for name, t in model.items()
             }
-        return {**model, **state}
+        rows = self._growing.saved(self.optimizer)
+        return {**model, **state, **rows}
 
     def tensors_by_kind(self) -> dict[str, dict[str, Tensor]]:
         """Kind (gradient, parameter, buffer, optimizer) -> logical name -> live tensor."""
-        parameters = self._parameters()
-        state = _optimizer_tensors(self.optimizer, self.names())
-        return {
+        growing = self._growing
+        parameters = {n: p for n, p in self._parameters().items() if not growing.has(n)}
+        state = self._state()
+        rows = growing.numbers(self.optimizer) if self.layout is None else {}
+        found: dict[str, dict[str, Tensor]] = {
             "gradient": {n: p.grad for n, p in parameters.items() if p.grad is not None},
             "parameter": {n: p.detach() for n, p in parameters.items()},
             "buffer": dict(self.model.named_buffers()),
             "optimizer": {n.removeprefix("optimizer."): t for n, t in state.items()},
         }
+        return {kind: {**found.get(kind, {}), **rows.get(kind, {})} for kind in {**found, **rows}}
+
+    @property
+    def _growing(self) -> GrowingTables:
+        """Tables that grow; without a layout this process has all of them."""
+        grown = None if self.layout is None else self.layout.growing
+        return grown or GrowingTables(self.model)
+
+    def _state(self) -> dict[str, Tensor]:
+        """The optimiser's tensors; of tables that grow those that belong to no row."""
+        state, growing = _optimizer_tensors(self.optimizer, self.names()), self._growing
+        return {name: t for name, t in state.items() if not (t.dim() and growing.has(name))}
 
     def facts(self) -> Facts:
         """Everything that is not a tensor, as plain values."""
@@ -98,7 +114,12 @@ class TrainingState:
         if layout is not None:
             targets = {n: layout.target(n.removeprefix("model."), t) for n, t in targets.items()}
         places = {name: parameter for parameter, name in self.names().items()}
+        growing = self._growing
+        targets |= growing.needed()
         for name, entry in manifest.tensors.items():
+            if growing.has(name) and (name.startswith("model.") or entry.shape):
+                targets[name] = growing.target(name, entry)
+                continue
             # Residuals of compressors are read even if this run has no compressor, to warn of it.
             if name.startswith((STATE_PREFIX, "optimizer.")):
                 targets[name] = self._place(name, entry, places)
@@ -128,12 +149,16 @@ class TrainingState:
 
     def apply(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
         """Restore optimiser and scheduler, once `tensors` have been read."""
-        facts = manifest.facts
+        facts, growing = manifest.facts, self._growing
+        rows = {n: t for n, t in tensors.items() if growing.has(n)}
+        tensors = {n: t for n, t in tensors.items() if not (n in rows and t.dim())}
         if self.layout is not None:
             tensors = self._laid_out(self.layout, tensors)
         if facts.get("optimizer") is not None:
             away = {name for p, name in self.names().items() if p in self.away}
             _restore_optimizer(self.optimizer, self.names(), facts["optimizer"], tensors, away)
+        growing.restore({n: t for n, t in rows.items() if n.startswith("model.") or t.dim()},
+                        self.optimizer)  # fmt: skip
         if self.scheduler is not None and facts.get("scheduler") is not None:
             self.scheduler.load_state_dict(facts["scheduler"])
 
@@ -142,7 +167,7 @@ class TrainingState:
     ) -> dict[str, Tensor]:
         """Put what has been read into the layout in which this rank holds it."""
         for name, parameter in layout.named.items():
-            if parameter in self.away:
+            if parameter in self.away or self._growing.has(name):
                 continue
             with torch.no_grad():
                 held = layout.held(name, tensors[f"model.{name}"])
@@ -176,8 +201,13 @@ def model_tensors(model: nn.Module, away: Set[Tensor] = frozenset()) -> dict[str
     """`model.<name>` -> live tensor of every parameter and persistent buffer, tied ones once."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
-    # `keep_vars`, because detached tensors would not show that two names are tied.
-    for name, value in model.state_dict(keep_vars=True).items():
+    growing = GrowingTables(model)
+    with growing.rows_apart():
+        # `keep_vars`, because detached tensors would not show that two names are tied.
+        state = model.state_dict(keep_vars=True)
+    for name, value in state.items():
+        if growing.has(name):
+            continue
         if not isinstance(value, Tensor):
             raise CheckpointError(
                 f"model.{name} is a {type(value).__name__}, not a tensor",

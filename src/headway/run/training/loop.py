@@ -232,6 +232,7 @@ class Training:
             seed=recipe.seed,
             world=self._world,
         )
+        self._plan = self.executor.plan  # with what the model says of its tables
         self._repeat_history()
         rounds, world = self.executor.strategy.rounds, self._world
         rank, ranks, group = world.rank, world.ranks, world.side_group
