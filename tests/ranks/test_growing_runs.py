@@ -120,8 +120,8 @@ def refused(world, where):
         model = growing_recipes.Growing(evict_after=9) if law else Recommender()
         model = model.double()
         plan = data_parallel(8, processes=world.size, precision="float64")
-        run = Executor(model, torch.optim.Adam(model.parameters()), loss=clicking, plan=plan, seed=3,
-                       world=World.adopt())  # fmt: skip
+        optimizer = torch.optim.Adam(model.parameters())
+        run = Executor(model, optimizer, loss=clicking, plan=plan, seed=3, world=World.adopt())
         if law:
             run.cut(next(iter(run.batches(Clicks()))))
         with pytest.raises(CheckpointMismatch, match=r"a table of|which the model does not have"):
