@@ -214,7 +214,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--top", type=int, default=512, help="width of the network; 0: none")
-    parser.add_argument("--share", type=float, default=0.6, help="of the limit, for hot rows")
+    parser.add_argument("--share", type=float, default=0.35, help="of the limit, for hot rows")
     parser.add_argument("--known", type=int, default=1, help="frequent rows are known before")
     parser.add_argument("--group", type=int, default=1, help="limit the page cache as well")
     parser.add_argument("--folder", default="", help="of the table's file")
@@ -224,11 +224,10 @@ def main() -> None:
         print(json.dumps(run(options)))
         return
     print("disk, pages of 4 KiB per second:", disk_rate(options.folder))
-    given = [a for a in sys.argv[1:] if not a.startswith("--pairs")]
     times: dict[str, list[float]] = {}
     for pair in range(options.pairs):
         for kind in ("torch", "memory", "tiers"):
-            command = [sys.executable, __file__, *given, "--kind", kind]
+            command = [sys.executable, __file__, *sys.argv[1:], "--kind", kind]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             found = json.loads(done.stdout.splitlines()[-1])
             times.setdefault(kind, []).append(found["mean_ms"])
