@@ -577,14 +577,15 @@ class DynamicTable(nn.Module):
         """The keys of the rows of `weight`, int64 [touched]."""
         return torch.empty(0, dtype=torch.int64) if self._step is None else self._step.keys
 
-    def check(self, optimizer: Optimizer) -> None:
-        """Find out what an optimiser keeps of rows.
+    def check(self, optimizer: Optimizer) -> frozenset[str]:
+        """Find out what an optimiser keeps of rows, by name; nothing if it does not step them.
 
         Raises:
             UsageError: The step of a row does not follow from that row alone.
         """
-        if self.is_stepped_by(optimizer):
-            self._slots_of(optimizer)
+        if not self.is_stepped_by(optimizer):
+            return frozenset()
+        return frozenset(self._slots_of(optimizer).initial)
 
     def _slots_of(self, optimizer: Optimizer) -> RowSlots:
         if optimizer not in self._slots:

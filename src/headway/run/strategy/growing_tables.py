@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from headway.checkpoint.format import TensorEntry
 from headway.checkpoint.tensor_part import TensorPart
+from headway.errors import CheckpointMismatch
 from headway.nn import DynamicTable
 from headway.parallel.tables.table_parts import hashed_parts
 from headway.parallel.tables.wire import Wire
@@ -111,11 +112,18 @@ class GrowingTables:
             optimizer: Has been given what it keeps for a table as a whole.
 
         Raises:
-            CheckpointMismatch: A table has another law of its rows.
+            CheckpointMismatch: A table has another law of its rows, or the optimiser is another.
         """
         for name, table in self.tables.items():
             read = {_piece_name(name, key): t for key, t in tensors.items()
                     if self.has(key) and self._table_of(key) == name}  # fmt: skip
+            slots = {key.removeprefix(_SLOTS) for key in read if key.startswith(_SLOTS)}
+            if unknown := sorted(slots - table.check(optimizer)):
+                raise CheckpointMismatch(
+                    f"the checkpoint has {unknown[0]} of each row of {name}, of which "
+                    f"{type(optimizer).__name__} knows nothing",
+                    fix="Resume with the optimiser that was saved.",
+                )
             table.clear()
             stepping = optimizer if table.is_stepped_by(optimizer) else None
             whole = {k: t for k, t in read.items() if not isinstance(t, TensorPart)}
