@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import count
 from typing import Any, Literal, get_args
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from headway.errors import RecipeError
 from headway.nn.compressed import ProjectedBag, QuotientRemainderBag, mixed_width
 from headway.nn.dots import PairwiseDots
+from headway.nn.dynamic_bag import DynamicEmbeddingBag
 from headway.run.recipe.recipe import Recipe
 from headway.workloads.recommender.click_data import ClickData, Field
 from headway.workloads.recommender.layers import FieldTables, dense_layers, plain_table
@@ -33,6 +35,7 @@ from headway.workloads.recommender.recipes import click_recipe
 
 Interaction = Literal["dot", "cat"]
 Compression = Literal["none", "quotient", "mixed"]
+Tables = Literal["fixed", "growing"]
 COMPRESSED_ROWS = 200
 """Tables of more rows than this can be compressed."""
 
@@ -52,10 +55,11 @@ class DLRM(nn.Module):
         compress: Tables of more than 200 rows: "quotient": each is two, of rows / `remainders` and
             `remainders` rows, whose rows are multiplied; "mixed": its rows have width x (fewest
             rows of a table / rows)^`power`, and a layer widens them.
+        tables: "growing": rows are made when their ids are first trained, as of a stream.
 
     Raises:
-        RecipeError: There is no such interaction or compression, or `clamp` is no distance below
-            1/2.
+        RecipeError: There is no such interaction, compression or kind of tables, or `clamp` is no
+            distance below 1/2.
     """
 
     def __init__(
@@ -72,8 +76,14 @@ class DLRM(nn.Module):
         compress: Compression = "none",
         remainders: int = 4,
         power: float = 0.3,
+        tables: Tables = "fixed",
     ) -> None:
         super().__init__()
+        if tables not in get_args(Tables) or (tables == "growing" and compress != "none"):
+            raise RecipeError(
+                f"tables is {tables!r} and compress {compress!r}",
+                fix='choose tables of "fixed" or "growing", the latter with compress "none"',
+            )
         if compress not in get_args(Compression):
             legal = ", ".join(get_args(Compression))
             raise RecipeError(f"no compression {compress!r}", fix=f"choose one of {legal}")
@@ -86,7 +96,11 @@ class DLRM(nn.Module):
         self.bottom = dense_layers((numbers, *bottom, width), last_relu=True)
         fewest = min((field.rows for field in fields), default=1)
 
+        seeds = count()  # else rows of equal ids begin alike
+
         def table(rows: int) -> nn.Module:
+            if tables == "growing":
+                return DynamicEmbeddingBag(width, scale=1 / math.sqrt(rows), seed=next(seeds))
             if compress == "none" or rows <= COMPRESSED_ROWS:
                 return plain_table(rows, width)
             if compress == "quotient":
@@ -122,6 +136,7 @@ def recipe(
     compress: Compression = "none",
     remainders: int = 4,
     power: float = 0.3,
+    tables: Tables = "fixed",
     learning_rate: float = 0.02,
     **training: Any,
 ) -> Recipe:
@@ -140,6 +155,7 @@ def recipe(
             compress=compress,
             remainders=remainders,
             power=power,
+            tables=tables,
         )
 
     return click_recipe("dlrm", model, learning_rate=learning_rate, **training)
