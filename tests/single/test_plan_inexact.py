@@ -175,5 +175,5 @@ def test_in_words_as_data_and_as_a_file(tmp_path: Path, capsys: pytest.CaptureFi
 def test_plans_that_there_are_not(tmp_path: Path) -> None:
     found = planned(described(tmp_path, 1), overrides=["batch=3"])
     assert {one.lacks for one in found.inexact} == {"a batch of 3 samples for 4 devices"}
-    with pytest.raises(UsageError, match="no inexact plan local-7"):
+    with pytest.raises(UsageError, match="there is no plan local-7"):
         planned(described(tmp_path, 1)).save(tmp_path / "plan.json", take="local-7")
