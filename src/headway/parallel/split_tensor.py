@@ -235,9 +235,36 @@ class TorchFunctionOperand:
         return first.context.call(func, args, keywords)
 
 
+class KnownShape:
+    """What tensors answer of their shape, for what is no tensor and has one."""
+
+    __slots__ = ()
+    shape: torch.Size
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    ndimension = dim
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    nelement = numel
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
 # eq=False: `==` is torch's, element by element.
 @dataclass(frozen=True, eq=False, repr=False)
-class SplitTensor(TorchFunctionOperand):
+class SplitTensor(KnownShape, TorchFunctionOperand):
     """This rank's part of a tensor, which answers for its shape as the whole one would.
 
     Attributes:
@@ -275,26 +302,6 @@ class SplitTensor(TorchFunctionOperand):
         """The whole tensor, on every rank."""
         whole: Tensor = self.context.gather(self)
         return whole
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    def dim(self) -> int:
-        return len(self.shape)
-
-    ndimension = dim
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    nelement = numel
-
-    def __len__(self) -> int:
-        return self.shape[0]
 
     def __iter__(self) -> Iterator[Any]:
         return (self[number] for number in range(len(self)))  # type: ignore[index]

@@ -23,6 +23,7 @@ from headway.errors import PlanError
 from headway.parallel.split_tensor import (
     ATTRIBUTES_OF_PART,
     AUTOGRAD_FUNCTION,
+    KnownShape,
     RuleRefused,
     TorchFunctionOperand,
     call_method,
@@ -44,11 +45,11 @@ from headway.parallel.tables.pending_sum import (
     take,
     take_raw,
 )
-from headway.parallel.tables.rounds import Conversation, LookedUp, run_round
+from headway.parallel.tables.rounds import LookedUp, TableExchange, run_round
 from headway.parallel.tables.row_gradients import BatchUse, pooled_here, rows_here
 
 
-class LazyResult(TorchFunctionOperand):
+class LazyResult(KnownShape, TorchFunctionOperand):
     """What a lookup gives, or what has become of it; any function of torch takes it.
 
     It is no subclass of Tensor, as `SplitTensor` is none and for the same reasons.
@@ -72,26 +73,6 @@ class LazyResult(TorchFunctionOperand):
     @property
     def requires_grad(self) -> bool:
         return self._like.requires_grad
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    def dim(self) -> int:
-        return len(self.shape)
-
-    ndimension = dim
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    nelement = numel
-
-    def __len__(self) -> int:
-        return self.shape[0]
 
     def __iter__(self) -> Iterator[Any]:
         return iter(taken(self))
@@ -156,8 +137,8 @@ class LookupContext:
         batch: That is under way in the model, from its first line to its last.
     """
 
-    def __init__(self, talk: Conversation) -> None:
-        self.talk = talk
+    def __init__(self, exchange: TableExchange) -> None:
+        self.exchange = exchange
         self.batch: BatchUse | None = None
         self._unsent: list[tuple[Lookup, LazyResult]] = []
         self._round = 0
@@ -168,7 +149,7 @@ class LookupContext:
 
     def begin(self) -> None:
         """A batch enters the model."""
-        self.batch, self._round, self._unsent = BatchUse.begin(self.talk), 0, []
+        self.batch, self._round, self._unsent = BatchUse.begin(self.exchange), 0, []
 
     def end(self) -> None:
         """It has left it."""
@@ -176,7 +157,7 @@ class LookupContext:
 
     def look_up(self, lookup: Lookup) -> LazyResult:
         """Record a lookup; collective, sooner or later."""
-        source = self.talk.tables[lookup.table].source
+        source = self.exchange.tables[lookup.table].source
         like = torch.empty(0, dtype=source.leaf.dtype, device=source.leaf.device)
         like.requires_grad_(torch.is_grad_enabled() and source.leaf.requires_grad)
         result = LazyResult(self, lookup.shape, like, None)
@@ -190,12 +171,12 @@ class LookupContext:
         number, self._round = self._round, self._round + 1
         if self.batch is not None:
             self._expected[number] = len(entries)
-        batch = self.batch or BatchUse.begin(self.talk)
+        batch = self.batch or BatchUse.begin(self.exchange)
         lookups = [lookup for lookup, _ in entries]
         keys = [(number, n, x.table, x.mode) for n, x in enumerate(lookups)]
         wanted = {n for n, key in enumerate(keys) if key in self._raw}
         with self._naming(lookups):
-            found = run_round(self.talk, lookups, wanted)
+            found = run_round(self.exchange, lookups, wanted)
         for key, each in zip(keys, found, strict=True):
             each.key = key
         at_once = [
@@ -220,7 +201,7 @@ class LookupContext:
             yield
         except RuntimeError as error:
             names = ", ".join(dict.fromkeys(lookup.table for lookup in lookups))
-            rank = self.talk.wire.rank
+            rank = self.exchange.wire.rank
             error.add_note(f"rank {rank} of those that share the batch looks up in {names}")
             raise
 
@@ -259,7 +240,7 @@ class LookupContext:
         rule = RULES["tables"].get(torch_function_name(func))
         forms = map_nested((args, kwargs), self.settled)
         pending = any(isinstance(x, PendingSum | OwnedRows) for x in leaves(forms))
-        device = self.talk.wire.device.type
+        device = self.exchange.wire.device.type
         # In mixed precision products have another type than what they are made of.
         mixed = torch.is_autocast_enabled(device)
         if pending and rule and not mixed and not modifies_in_place(func, kwargs):
@@ -278,7 +259,7 @@ class LookupContext:
             shape = form.shape
         else:
             return form
-        like = torch.empty(0, dtype=form.dtype, device=self.talk.wire.device)
+        like = torch.empty(0, dtype=form.dtype, device=self.exchange.wire.device)
         like.requires_grad_(form.token.requires_grad)
         return LazyResult(self, shape, like, form)
 

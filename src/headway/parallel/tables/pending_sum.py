@@ -100,7 +100,7 @@ class PendingSum:
 
     @property
     def own_samples(self) -> int:
-        return self.samples[self.batch.talk.wire.rank]
+        return self.samples[self.batch.exchange.wire.rank]
 
     @property
     def size(self) -> int:
@@ -284,7 +284,7 @@ def _depart(
     parts: Sequence[Tensor],
     raw: tuple[LookedUp, ...] | None = None,
 ) -> Taking:
-    wire, sent = batch.talk.wire, batch.talk.sent
+    wire, sent = batch.exchange.wire, batch.exchange.sent
     outgoing: list[list[Tensor]] = [[] for _ in range(wire.size)]
     expected: list[list[Shape]] = [[] for _ in range(wire.size)]
     mine = iter(parts)
@@ -304,7 +304,7 @@ class _Taken(Function):
     @staticmethod
     def forward(ctx: Any, taking: Taking, tokens: int, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.taking, ctx.tokens, ctx.dtypes = taking, tokens, [x.dtype for x in inputs]
-        wire = taking.batch.talk.wire
+        wire = taking.batch.exchange.wire
         came = [iter(listed) for listed in taking.flight.wait()]
         owned = sum(part.owner == wire.rank for r in taking.results for part in r.parts)
         own = iter(inputs[tokens + (0 if taking.raw is not None else owned) :])
@@ -320,7 +320,7 @@ class _Taken(Function):
     @once_differentiable
     def backward(ctx: Any, *given: Tensor) -> tuple[Any, ...]:
         taking: Taking = ctx.taking
-        batch, wire = taking.batch, taking.batch.talk.wire
+        batch, wire = taking.batch, taking.batch.exchange.wire
         outgoing: list[list[Tensor]] = [[] for _ in range(wire.size)]
         expected: list[list[Shape]] = [[] for _ in range(wire.size)]
         owned = 0
@@ -331,7 +331,7 @@ class _Taken(Function):
                 rows = entries_at(rows, part.places)
                 outgoing[part.owner].append(rows)
                 if part.owner != wire.rank:
-                    batch.talk.sent[" + ".join(part.tables), "gradients"] += rows.nbytes
+                    batch.exchange.sent[" + ".join(part.tables), "gradients"] += rows.nbytes
                     continue
                 owned += 1
                 for rank, size in enumerate(part.sizes):
@@ -378,7 +378,7 @@ def take(values: Sequence[PendingSum | OwnedRows]) -> list[Tensor]:
         values: Of one batch.
     """
     batch = values[0].batch
-    wire = batch.talk.wire
+    wire = batch.exchange.wire
     sums = [value for value in values if isinstance(value, PendingSum)]
     marks = [block.mark for value in sums for block in value.blocks]
     if len(set(map(id, marks))) < len(marks):
@@ -440,7 +440,7 @@ def take_raw(batch: BatchUse, found: Sequence[LookedUp]) -> Taking:
         for each in mine
         if (asked := each.asked) is not None
     ]
-    wire = batch.talk.wire
+    wire = batch.exchange.wire
     results = tuple(_result_of(each, each.rows.values().dtype, wire) for each in found)
     return _depart(batch, results, parts, mine)
 
@@ -453,7 +453,7 @@ def pending_of(
     Args:
         weights: Of the ids that were asked here, where their gradient is wanted.
     """
-    wire, columns = batch.talk.wire, each.lookup.shape[-1]
+    wire, columns = batch.exchange.wire, each.lookup.shape[-1]
     local = None if each.asked is None else pooled_here(batch, each, token, weights)
     name = (each.lookup.table,)
     blocks = tuple(
@@ -487,14 +487,14 @@ class _OverIds(Function):
         ctx: Any, batch: BatchUse, each: LookedUp, token: Tensor, own: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.batch, ctx.each, ctx.shape = batch, each, own.shape
-        wire = batch.talk.wire
+        wire = batch.exchange.wire
         outgoing: list[list[Tensor]] = [[] for _ in range(wire.size)]
         expected: list[list[Shape]] = [[] for _ in range(wire.size)]
         for piece in each.pieces:
             outgoing[piece.owner].append(own if piece.order is None else own[piece.order])
             if piece.owner != wire.rank:
                 size = outgoing[piece.owner][-1].nbytes
-                batch.talk.sent[each.lookup.table, "ids"] += size
+                batch.exchange.sent[each.lookup.table, "ids"] += size
             else:
                 for rank, count in enumerate(piece.sizes):
                     expected[rank].append(((count,), own.dtype))
@@ -507,7 +507,7 @@ class _OverIds(Function):
         if not ctx.needs_input_grad[3]:  # alike on all ranks
             return None, None, token.new_empty(0), None
         batch, each = ctx.batch, ctx.each
-        wire = batch.talk.wire
+        wire = batch.exchange.wire
         outgoing: list[list[Tensor]] = [[] for _ in range(wire.size)]
         expected: list[list[Shape]] = [[] for _ in range(wire.size)]
         for piece in each.pieces:
@@ -516,7 +516,7 @@ class _OverIds(Function):
                 for rank, part in enumerate(given.split(piece.sizes)):
                     outgoing[rank].append(part)
                     if rank != wire.rank:
-                        batch.talk.sent[each.lookup.table, "gradients"] += part.nbytes
+                        batch.exchange.sent[each.lookup.table, "gradients"] += part.nbytes
         came = [iter(listed) for listed in wire.swap(outgoing, expected)]
         total = given.new_zeros(ctx.shape)
         for piece in each.pieces:
@@ -549,12 +549,12 @@ class _OverSamples(Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.pending, ctx.wanted, ctx.shape = pending, wanted, own.shape
         batch = pending.batch
-        wire = batch.talk.wire
+        wire = batch.exchange.wire
         outgoing = [[entries_at(own, places)] for places in wanted]
         width = len(wanted[wire.rank])
         for rank, (part,) in enumerate(outgoing):
             if rank != wire.rank:
-                batch.talk.sent["", "samples"] += part.nbytes
+                batch.exchange.sent["", "samples"] += part.nbytes
         came = wire.swap(outgoing, [[((n, width), own.dtype)] for n in pending.samples])
         return torch.cat([part for (part,) in came]), token.clone()
 
@@ -565,11 +565,11 @@ class _OverSamples(Function):
             return None, None, token.new_empty(0), None
         pending: PendingSum = ctx.pending
         batch = pending.batch
-        wire = batch.talk.wire
+        wire = batch.exchange.wire
         outgoing = [[part] for part in given.split(pending.samples)]
         for rank, (part,) in enumerate(outgoing):
             if rank != wire.rank:
-                batch.talk.sent["", "samples"] += part.nbytes
+                batch.exchange.sent["", "samples"] += part.nbytes
         rows = pending.own_samples
         came = wire.swap(outgoing, [[((rows, len(p)), given.dtype)] for p in ctx.wanted])
         total = given.new_zeros(ctx.shape)

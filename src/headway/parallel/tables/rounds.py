@@ -141,7 +141,7 @@ class LookedUp:
 
 
 @dataclass(eq=False)
-class Conversation:
+class TableExchange:
     """What the rounds of one model share.
 
     Attributes:
@@ -158,7 +158,7 @@ class Conversation:
 
 
 def run_round(
-    talk: Conversation, lookups: Sequence[Lookup], rows_wanted: Container[int] = ()
+    exchange: TableExchange, lookups: Sequence[Lookup], rows_wanted: Container[int] = ()
 ) -> list[LookedUp]:
     """Exchange the ids of lookups; collective.
 
@@ -170,11 +170,11 @@ def run_round(
         DataError: Ids, offsets or weights of some rank cannot be used; the same on all ranks.
         PlanError: Ranks look up different tables, or in another order; on all of them.
     """
-    wire = talk.wire
-    said, counting = _agree(talk, lookups)
+    wire = exchange.wire
+    said, counting = _agree(exchange, lookups)
     found = []
     for number, lookup in enumerate(lookups):
-        table = talk.tables[lookup.table]
+        table = exchange.tables[lookup.table]
         here = tuple(rank[number] for rank in said)
         rows = _rows_travel(table, lookup, here, number in rows_wanted)
         each = LookedUp(lookup, table, table.source.open(), here, counting, rows, lookup.ids)
@@ -190,7 +190,7 @@ def run_round(
             section = _section(each, column, chosen)
             parts[owner] += section
             if owner != wire.rank:
-                talk.sent[each.lookup.table, "ids"] += sum(x.nbytes for x in section)
+                exchange.sent[each.lookup.table, "ids"] += sum(x.nbytes for x in section)
         own = each.table.placement.piece_of(wire.rank)
         if own is not None and not each.table.is_here:
             for rank in range(wire.size):
@@ -203,19 +203,19 @@ def run_round(
 
 
 def _agree(
-    talk: Conversation, lookups: Sequence[Lookup]
+    exchange: TableExchange, lookups: Sequence[Lookup]
 ) -> tuple[list[list[Said]], tuple[bool, ...]]:
     """What each rank says of each lookup, and whether its lookups count."""
-    wire = talk.wire
+    wire = exchange.wire
     described = [_description(lookup) for lookup in lookups]
     mark = crc32(repr(described).encode())
     numbers = [
         n for x in lookups for n in (x.samples, -1 if x.lengths is not None else x.each, len(x.ids))
     ]
-    first = numbers[: 3 * talk.room]
-    first += [0] * (3 * talk.room - len(first))
+    first = numbers[: 3 * exchange.room]
+    first += [0] * (3 * exchange.room - len(first))
     problem = any(x.problem for x in lookups)
-    heads = wire.gather([mark, len(lookups), problem, talk.counting, *first])
+    heads = wire.gather([mark, len(lookups), problem, exchange.counting, *first])
     if any(head[2] for head in heads):
         own = [(wire.rank, x.table, x.problem) for x in lookups if x.problem]
         raise lookup_error([p for listed in wire.documents(own) for p in listed])
@@ -223,9 +223,9 @@ def _agree(
         raise _different(wire.documents(described))
     counting = tuple(bool(head[3]) for head in heads)
     rows = [head[4:] for head in heads]
-    if len(lookups) > talk.room:
+    if len(lookups) > exchange.room:
         # From now on so many fit, on all ranks: they look up equally much.
-        talk.room = len(lookups)
+        exchange.room = len(lookups)
         rows = wire.gather(numbers)
     said = [[Said(*row[n : n + 3]) for n in range(0, 3 * len(lookups), 3)] for row in rows]
     return said, counting

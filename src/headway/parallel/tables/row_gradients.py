@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 from torch.nn import functional as F
 
-from headway.parallel.tables.rounds import Conversation, LookedUp
+from headway.parallel.tables.rounds import LookedUp, TableExchange
 from headway.parallel.tables.table_parts import RowRound
 from headway.parallel.tables.wire import Flight, Shape
 
@@ -68,16 +68,16 @@ class BatchUse:
         reached: Names of tables that backward has come to, on any rank.
     """
 
-    talk: Conversation
+    exchange: TableExchange
     token: Tensor
     used: list[Use | ComingUses] = field(default_factory=list)
     reached: set[str] = field(default_factory=set)
 
     @staticmethod
-    def begin(talk: Conversation) -> BatchUse:
+    def begin(exchange: TableExchange) -> BatchUse:
         """For a batch that begins now: what is computed before has its gradients later."""
-        made = BatchUse(talk, torch.empty(0, device=talk.wire.device))
-        leaves = [table.source.leaf for table in talk.tables.values()]
+        made = BatchUse(exchange, torch.empty(0, device=exchange.wire.device))
+        leaves = [table.source.leaf for table in exchange.tables.values()]
         made.token = _Begin.apply(made, *leaves)  # type: ignore[no-untyped-call]
         return made
 
@@ -85,7 +85,7 @@ class BatchUse:
 class _Begin(Function):
     @staticmethod
     def forward(ctx: Any, made: BatchUse, *leaves: Tensor) -> Tensor:
-        ctx.made, ctx.names = made, tuple(made.talk.tables)
+        ctx.made, ctx.names = made, tuple(made.exchange.tables)
         return made.token.clone()
 
     @staticmethod
@@ -102,10 +102,10 @@ class _Begin(Function):
         wanted = [
             name
             for name in ctx.names
-            if name in made.reached and made.talk.tables[name].source.leaf.requires_grad
+            if name in made.reached and made.exchange.tables[name].source.leaf.requires_grad
         ]
         made.reached.clear()
-        found = _table_gradients(made.talk, {n: [*uses.get(n, {}).values()] for n in wanted})
+        found = _table_gradients(made.exchange, {n: [*uses.get(n, {}).values()] for n in wanted})
         return None, *(found.get(name) for name in ctx.names)
 
 
@@ -129,19 +129,19 @@ class _Given:
 
 
 def _table_gradients(
-    talk: Conversation, uses: Mapping[str, Sequence[Sequence[Use]]]
+    exchange: TableExchange, uses: Mapping[str, Sequence[Sequence[Use]]]
 ) -> dict[str, Tensor | None]:
     """Of each table, from what several rounds have used of it; collective."""
     rounds: list[tuple[str, RowRound, _Given]] = []
     for name, listed in uses.items():
         for same in listed or [[]]:
-            rows = same[0].each.rows if same else talk.tables[name].source.open()
+            rows = same[0].each.rows if same else exchange.tables[name].source.open()
             rounds.append((name, rows, _given(rows, same)))
     sums = _summed([given for _, _, given in rounds])
-    copies = [n for n, (name, _, _) in enumerate(rounds) if talk.tables[name].is_here]
-    if copies and talk.wire.size > 1:
+    copies = [n for n, (name, _, _) in enumerate(rounds) if exchange.tables[name].is_here]
+    if copies and exchange.wire.size > 1:
         own = [(rounds[n][0], rounds[n][2].limit, *sums[n]) for n in copies]
-        for number, every in zip(copies, _of_all_ranks(talk, own), strict=True):
+        for number, every in zip(copies, _of_all_ranks(exchange, own), strict=True):
             sums[number] = every
     found: dict[str, Tensor | None] = {}
     for (name, rows, _), (places, gradients) in zip(rounds, sums, strict=True):
@@ -233,20 +233,20 @@ def _joined(parts: Sequence[Any]) -> Tensor:
 
 
 def _of_all_ranks(
-    talk: Conversation, own: Sequence[tuple[str, int, Tensor, Tensor]]
+    exchange: TableExchange, own: Sequence[tuple[str, int, Tensor, Tensor]]
 ) -> list[tuple[Tensor, Tensor]]:
     """Gradients of tables that all ranks have, summed over them in the order of ranks; collective.
 
     Args:
         own: Of each table the name, a number above all places, places and their gradients.
     """
-    wire, ids = talk.wire, [talk.tables[name].wire_ids for name, *_ in own]
+    wire, ids = exchange.wire, [exchange.tables[name].wire_ids for name, *_ in own]
     counts = wire.gather([len(places) for _, _, places, _ in own])
     parts: list[Tensor] = []
     expected: list[list[Shape]] = [[] for _ in range(wire.size)]
     for number, ((name, _, places, gradients), kind) in enumerate(zip(own, ids, strict=True)):
         parts += [places.to(kind), gradients]
-        talk.sent[name, "gradients"] += (parts[-2].nbytes + gradients.nbytes) * (wire.size - 1)
+        exchange.sent[name, "gradients"] += (parts[-2].nbytes + gradients.nbytes) * (wire.size - 1)
         for rank, listed in enumerate(expected):
             size = counts[rank][number]
             listed += [((size,), kind), ((size, gradients.shape[1]), gradients.dtype)]

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from headway.errors import PlanError, UsageError
-from headway.parallel.split_tensor import ATTRIBUTES_OF_PART, leaves, map_nested
+from headway.parallel.split_tensor import (
+    ATTRIBUTES_OF_PART,
+    KnownShape,
+    TorchFunctionOperand,
+    map_nested,
+)
 from headway.parallel.stages import user_line
 from headway.parallel.tables.lazy_lookups import LookupContext, taken
 from headway.parallel.tables.lookups import Lookup, bag_lookup, embedding_lookup
-from headway.parallel.tables.rounds import Conversation, SplitTable
+from headway.parallel.tables.rounds import SplitTable, TableExchange
 from headway.parallel.tables.table_parts import RowSource, TablePart, part_of_table, rows_of_part
 from headway.parallel.tables.wire import Shape, Wire
 from headway.plans.tables import TablePlacement
@@ -38,21 +43,21 @@ class SplitTables:
     def __init__(self, wire: Wire, parts: Mapping[str, TablePart]) -> None:
         self.parts = parts
         tables = {name: SplitTable(part.placement, part) for name, part in parts.items()}
-        self._talk = Conversation(wire, tables)
-        self.context = LookupContext(self._talk)
+        self._exchange = TableExchange(wire, tables)
+        self.context = LookupContext(self._exchange)
 
     @property
     def wire(self) -> Wire:
-        return self._talk.wire
+        return self._exchange.wire
 
     @property
     def tables(self) -> dict[str, SplitTable]:
         """By name: where lookups find the rows that are here."""
-        return self._talk.tables
+        return self._exchange.tables
 
     @property
     def sent(self) -> Counter[tuple[str, str]]:
-        return self._talk.sent
+        return self._exchange.sent
 
     @property
     def counting(self) -> bool:
@@ -60,17 +65,17 @@ class SplitTables:
 
         It may differ between ranks.
         """
-        return self._talk.counting
+        return self._exchange.counting
 
     @counting.setter
     def counting(self, value: bool) -> None:
-        self._talk.counting = value
+        self._exchange.counting = value
 
     def add(self, name: str, source: RowSource, placement: TablePlacement) -> None:
         """A table whose rows are elsewhere than in a parameter of the model; on all ranks alike."""
-        if name in self._talk.tables:
+        if name in self._exchange.tables:
             raise UsageError(f"there is a table {name} already", fix="Give it another name.")
-        self._talk.tables[name] = SplitTable(placement, source)
+        self._exchange.tables[name] = SplitTable(placement, source)
 
     def look_up(self, lookup: Lookup) -> Any:
         """What a lookup gives, to be used as a tensor; collective, sooner or later.
@@ -138,7 +143,7 @@ class SplitTables:
         return found
 
 
-class SplitWeight:
+class SplitWeight(KnownShape, TorchFunctionOperand):
     """What `module.weight` is where the table is split: it knows its form, and has no numbers.
 
     Attributes:
@@ -147,19 +152,7 @@ class SplitWeight:
 
     def __init__(self, name: str, shape: Sequence[int], part: Tensor) -> None:
         self._name, self._part, self.shape = name, part, torch.Size(shape)
-        self.ndim = len(shape)
-
-    def dim(self) -> int:
-        return self.ndim
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    def __len__(self) -> int:
-        return self.shape[0]
+        self.context = self
 
     def __getattr__(self, name: str) -> Any:
         """What a part and the whole have in common.
@@ -169,39 +162,22 @@ class SplitWeight:
         """
         if name in ATTRIBUTES_OF_PART:
             return getattr(self._part, name)
-        raise self._refusal() if hasattr(Tensor, name) else AttributeError(name)
+        if hasattr(Tensor, name):
+            self.call()
+        raise AttributeError(name)
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def call(self, *_: Any) -> NoReturn:
         """A function of torch on it.
 
         Raises:
             PlanError: Always: its rows lie on several ranks.
         """
-        weight = next(x for x in leaves((args, kwargs or {})) if isinstance(x, SplitWeight))
-        raise weight._refusal()
-
-    def _refusal(self, *_: Any) -> PlanError:
-        return PlanError(
+        raise PlanError(
             f"{self._name} is split, and the model uses it without looking up",
             problems=["only lookups by the module itself know where its rows lie"],
             where=user_line(),
             fix="Call the module, or leave this table out of the split.",
         )
-
-
-def _refuse_operators() -> None:
-    def refuse(self: SplitWeight, *_: Any) -> Any:
-        raise self._refusal()
-
-    # Python looks operators up in the class, past `__getattr__`.
-    for name in ("getitem", "matmul", "rmatmul", "add", "radd", "mul", "rmul", "sub", "truediv"):
-        setattr(SplitWeight, f"__{name}__", refuse)
-
-
-_refuse_operators()
 
 
 class _LooksUp:

@@ -124,7 +124,7 @@ def _own_entries(x: PendingSum, y: Any) -> Tensor:
     """What is added to this rank's samples [own samples, entries]."""
     shape = (x.own_samples, *x.tail)
     if not isinstance(y, Tensor):
-        device = x.batch.talk.wire.device
+        device = x.batch.exchange.wire.device
         return torch.full((shape[0], x.size), y, dtype=x.dtype, device=device)
     if y.dtype != x.dtype or y.ndim > len(shape) or not _fits(y.shape, shape):
         raise RuleRefused("a sum of another shape, or of another type")
@@ -207,7 +207,7 @@ def _scaled(x: Any, y: Any, func: Callable[[Tensor, Any], Tensor]) -> Any:
 
 
 def _columns_here(x: OwnedRows) -> range:
-    rank = x.batch.talk.wire.rank
+    rank = x.batch.exchange.wire.rank
     return next((p.columns for p in x.each.pieces if p.owner == rank), range(0))
 
 
@@ -239,7 +239,7 @@ def _small_product(x: PendingSum, small: PendingSum) -> PendingSum:
         raise RuleRefused("a product of another shape")
     own = take([small])[0].reshape(small.own_samples, small.size)
     owners = {block.owner for block in x.blocks}
-    ranks = range(x.batch.talk.wire.size)
+    ranks = range(x.batch.exchange.wire.size)
     wanted: list[Places] = [range(small.size if rank in owners else 0) for rank in ranks]
     everywhere, token = spread_over_samples(x, own, wanted)
     source = probe(small.tail).expand(1, *x.tail).reshape(-1)
@@ -271,7 +271,7 @@ def linear(
     ]
     # Also without entries of its own a rank has a part in the gradient of the weight: of zeros.
     own = [block for block in x.blocks if block.owner == OWN]
-    device = x.batch.talk.wire.device
+    device = x.batch.exchange.wire.device
     none = torch.empty(x.own_samples, 0, dtype=x.dtype, device=device)
     product = _multiplied(own or [Block(OWN, range(0), (), none)], OWN, weight)
     if bias is not None:
@@ -351,7 +351,7 @@ def _contracted(x: PendingSum, y: PendingSum) -> PendingSum:
     first, token = _entries_of(x, owners, False, went)
     second, other = _entries_of(y, owners, True, went)
     local = None
-    wire = x.batch.talk.wire
+    wire = x.batch.exchange.wire
     if wire.rank in owners:
         count = owners.count(wire.rank)
         rows = first.view(-1, x.tail[0], count)
@@ -388,7 +388,7 @@ def _entries_of(
         owners: Of each row of a sample, or of each column.
         went: What has gone to the owners already.
     """
-    wire = x.batch.talk.wire
+    wire = x.batch.exchange.wire
     here = [block for block in x.blocks if block.owner == wire.rank]
     parts = [block.local for block in here if block.local is not None]
     places = [block.places for block in here]
@@ -470,7 +470,7 @@ def _rows_summed(x: OwnedRows, dims: set[int], keepdim: bool) -> tuple[PendingSu
     if not dims >= set(places):
         raise RuleRefused("a sum over some of a sample's rows")
     batch, each = x.batch, x.each
-    rank, columns = batch.talk.wire.rank, each.lookup.shape[-1]
+    rank, columns = batch.exchange.wire.rank, each.lookup.shape[-1]
     local = None
     if each.asked is not None:
         if x.local is None:
