@@ -240,7 +240,7 @@ def split_tables(
     Raises:
         PlanError: A table that cannot be split, and why.
     """
-    users = _users(model, placements)
+    users = table_users(model, placements)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     wire = Wire(group, device)
     parts = {}
@@ -252,6 +252,18 @@ def split_tables(
     for name, modules in users.items():
         for module in modules:
             module._parameters["weight"] = parts[name].parameter
+    look_up_in(tables, model, users)
+    return tables
+
+
+def look_up_in(
+    tables: SplitTables,
+    model: nn.Module,
+    users: Mapping[str, Sequence[nn.Embedding | nn.EmbeddingBag]],
+) -> None:
+    """Let modules of a model look up in tables that know them by name, in place."""
+    for name, modules in users.items():
+        for module in modules:
             module.__dict__["_headway_table"] = tables, name
             kind = SplitEmbedding if isinstance(module, nn.Embedding) else SplitEmbeddingBag
             own = type(module)
@@ -260,7 +272,6 @@ def split_tables(
     # What is computed before the first lookup has its gradients before those of tables are awaited.
     model.register_forward_pre_hook(lambda *_: tables.context.begin())
     model.register_forward_hook(lambda *call: _finished(tables, call[-1]), always_call=True)
-    return tables
 
 
 def _finished(tables: SplitTables, result: Any) -> Any:
@@ -271,10 +282,14 @@ def _finished(tables: SplitTables, result: Any) -> Any:
         tables.context.end()
 
 
-def _users(
+def table_users(
     model: nn.Module, placements: Mapping[str, TablePlacement]
 ) -> dict[str, list[nn.Embedding | nn.EmbeddingBag]]:
-    """The modules of each table; one table may have several."""
+    """The modules of each table; one table may have several.
+
+    Raises:
+        PlanError: A table that cannot be split, and why.
+    """
     modules = dict(model.named_modules())
     problems, found = [], {}
     for name, placement in placements.items():
