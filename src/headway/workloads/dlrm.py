@@ -35,7 +35,6 @@ from headway.workloads.recommender.recipes import click_recipe
 
 Interaction = Literal["dot", "cat"]
 Compression = Literal["none", "quotient", "mixed"]
-Tables = Literal["fixed", "growing"]
 COMPRESSED_ROWS = 200
 """Tables of more rows than this can be compressed."""
 
@@ -55,11 +54,11 @@ class DLRM(nn.Module):
         compress: Tables of more than 200 rows: "quotient": each is two, of rows / `remainders` and
             `remainders` rows, whose rows are multiplied; "mixed": its rows have width x (fewest
             rows of a table / rows)^`power`, and a layer widens them.
-        tables: "growing": rows are made when their ids are first trained, as of a stream.
+        growing: Rows are made when their ids are first trained, as of a stream.
 
     Raises:
-        RecipeError: There is no such interaction, compression or kind of tables, or `clamp` is no
-            distance below 1/2.
+        RecipeError: There is no such interaction or compression, tables that grow are to be
+            compressed, or `clamp` is no distance below 1/2.
     """
 
     def __init__(
@@ -76,13 +75,14 @@ class DLRM(nn.Module):
         compress: Compression = "none",
         remainders: int = 4,
         power: float = 0.3,
-        tables: Tables = "fixed",
+        growing: bool = False,
     ) -> None:
         super().__init__()
-        if tables not in get_args(Tables) or (tables == "growing" and compress != "none"):
+        if growing and compress != "none":
             raise RecipeError(
-                f"tables is {tables!r} and compress {compress!r}",
-                fix='choose tables of "fixed" or "growing", the latter with compress "none"',
+                f"tables that grow, with compression {compress!r}",
+                why="It is made for a number of rows that is known.",
+                fix="leave one of the two away",
             )
         if compress not in get_args(Compression):
             legal = ", ".join(get_args(Compression))
@@ -99,7 +99,7 @@ class DLRM(nn.Module):
         seeds = count()  # else rows of equal ids begin alike
 
         def table(rows: int) -> nn.Module:
-            if tables == "growing":
+            if growing:
                 return DynamicEmbeddingBag(width, scale=1 / math.sqrt(rows), seed=next(seeds))
             if compress == "none" or rows <= COMPRESSED_ROWS:
                 return plain_table(rows, width)
@@ -136,7 +136,7 @@ def recipe(
     compress: Compression = "none",
     remainders: int = 4,
     power: float = 0.3,
-    tables: Tables = "fixed",
+    growing: bool = False,
     learning_rate: float = 0.02,
     **training: Any,
 ) -> Recipe:
@@ -155,7 +155,7 @@ def recipe(
             compress=compress,
             remainders=remainders,
             power=power,
-            tables=tables,
+            growing=growing,
         )
 
     return click_recipe("dlrm", model, learning_rate=learning_rate, **training)
