@@ -15,6 +15,7 @@ SHARED_LANES = ("exchange", "messages")
 """On these several things happen at the same time."""
 KINDS = (
     "data",
+    "lookups",
     "forward",
     "backward",
     "queued",

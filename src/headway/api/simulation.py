@@ -28,6 +28,7 @@ from headway.api.plan_request import (
     pricing_request,
     recipe_workload,
 )
+from headway.api.table_pricing import SplitTablesOfPlan, split_tables_of
 from headway.api.worker_simulation import WorkerScenario, worker_scenarios
 from headway.cluster import Cluster
 from headway.cost.machines import Machine
@@ -182,6 +183,10 @@ def simulate(
     _check_options(by_step=by_step, share_links=share_links, steps=steps)
     ranks = count_simulated_ranks(loaded, devices, subject.cluster)
     captured = recipe_workload(subject.recipe, loaded)
+    tables = None
+    if loaded is not None and loaded.split.tables:
+        tables = split_tables_of(loaded, captured)
+        captured = tables.captured
     question = pricing_request(
         captured,
         subject.cluster,
@@ -200,7 +205,7 @@ def simulate(
         )
         return SimulationResult(plan=loaded.hash, words=in_words(loaded), runs=runs)
     # Without a plan one is searched for, and only the fastest is played.
-    job = SimulationJob(loaded, replace(question, objective="fastest"), subject.cluster)
+    job = SimulationJob(loaded, replace(question, objective="fastest"), subject.cluster, tables)
     places = device_numbers_of_ranks(job.kinds, subject.cluster)
     other, faults = _scenario(job.machines, subject.cluster, change, fault, ranks, places)
     work, price = job.step(job.machines)
@@ -304,10 +309,18 @@ class SimulationJob:
         name: The plan's hash, or the point in words.
         kinds: As in `SimulationScenario`.
         machines: As the cluster has them.
+        tables: Split ones of the plan; `question` is that of the other layers.
     """
 
-    def __init__(self, plan: Plan | None, question: PlanRequest, cluster: Cluster) -> None:
+    def __init__(
+        self,
+        plan: Plan | None,
+        question: PlanRequest,
+        cluster: Cluster,
+        tables: SplitTablesOfPlan | None = None,
+    ) -> None:
         self.plan = plan
+        self.tables = tables
         self.question = question
         self.machines: Machines = question.machines
         if plan is not None:
@@ -328,7 +341,11 @@ class SimulationJob:
         and sizes of micro-batches."""
         if self.plan is not None:
             search = PlanSearch(self.question.with_machines(machines))
-            work, point = step_of_plan(self.plan, search, self.kinds)
+            plan = self.plan if self.tables is None else self.tables.rest
+            work, point = step_of_plan(plan, search, self.kinds)
+            if self.tables is not None:
+                # The search has no price for lookups.
+                return self.tables.added(work, search, self.kinds), None
             return work, None if point is None else point.seconds
         if machines is self.machines:
             return step_of_point(self.point, self.search), self.point.seconds

@@ -21,7 +21,7 @@ from headway.errors import UsageError
 from headway.report.trace_export import chrome_trace_json
 from headway.simulator.ranks import NO_FAULTS
 from headway.simulator.simulation import INSIDE, RankBreakdown, SimulatedStep
-from headway.simulator.task_graph import HOST
+from headway.simulator.task_graph import HOST, LOOKUPS, TABLES
 from headway.units import format_bytes, format_seconds
 
 WORDS = {
@@ -29,8 +29,10 @@ WORDS = {
     "sums": "sums of gradients",
     "scatters": "scattering of gradients (ZeRO)",
     "gathers": "gathering of parameters (ZeRO)",
+    TABLES: "exchanges of split tables",
     INSIDE: "collectives of the tensor axis",
     HOST: "what the host does beside kernels",
+    LOOKUPS: "lookups in split tables",
     "forward": "forward",
     "backward": "backward",
     "update": "update",

@@ -19,6 +19,7 @@ from headway.simulator.engine import NO_TASK, TaskTimes, run_tasks
 from headway.simulator.task_graph import (
     COMMUNICATION,
     HOST,
+    LOOKUPS,
     MESSAGES,
     RankStreams,
     StepTasks,
@@ -27,8 +28,8 @@ from headway.simulator.task_graph import (
 from headway.simulator.work import StepWork
 from headway.timeline import Span, Timeline
 
-COMPUTE = (HOST, "forward", "backward", "update")
-KINDS = dict.fromkeys(COMMUNICATION, "wait") | {HOST: "data"}
+COMPUTE = (HOST, LOOKUPS, "forward", "backward", "update")
+KINDS = dict.fromkeys(COMMUNICATION, "wait") | {HOST: "data", LOOKUPS: "lookups"}
 """What a timeline calls communication that a compute lane feels, and what comes before a step."""
 ROUNDING = 1e-12
 """Idle time below this share of a step is none."""

@@ -25,6 +25,7 @@ from headway.schedule.stats import measure_schedule
 from headway.schedule.timing import StageAllReduce, Wiring, make_wiring
 from headway.simulator.engine import TaskProgram
 from headway.simulator.ranks import Edge, EquivalentRanks, RepresentativeRanks, SimulatedRanks
+from headway.simulator.table_work import TableStretch, merged
 from headway.simulator.work import StageSegment, StageWork, StepWork
 
 
@@ -213,10 +214,14 @@ def buckets(stage: StageWork, times: Sequence[float], size: float) -> Iterator[t
 
 MESSAGES, SUMS, SCATTERS, GATHERS = "messages", "sums", "scatters", "gathers"
 """Kinds of communication: between stages, and collectives of gradients and parameters."""
-COLLECTIVES = (SUMS, SCATTERS, GATHERS)
+TABLES = "tables"
+"""Kind of exchanges of ids, rows, sums over rows, and their gradients."""
+COLLECTIVES = (SUMS, SCATTERS, GATHERS, TABLES)
 COMMUNICATION = (MESSAGES, *COLLECTIVES)
 HOST = "host"
 """Kind of what a rank does before its first pass."""
+LOOKUPS = "lookups"
+"""Kind of what split tables take beside what the model takes without them."""
 TASK_KINDS = {ActionKind.FORWARD: "forward", ActionKind.STEP: "update"} | dict.fromkeys(
     BACKWARD_KINDS, "backward"
 )
@@ -282,11 +287,18 @@ class _Builder:
         self.world = SimulatedRanks(work.grid, work.network, work.faults)
         holders = tuple(self.table.holders(stage) for stage in range(self.table.stages))
         edges = tuple(_edges(self.table))
+        # Where each rank has other pieces of tables, all are played.
+        everybody = everybody or work.tables is not None
         self.cast = RepresentativeRanks(self.world, edges, holders, everybody, work.variant)
         self.numbers: dict[CollectiveMember, int] = {}
         self.older = _older_weights(work)
         self.lanes: dict[tuple[int, str, str], int] = {}
+        # Of each cell the tasks with which its chunks end, and begin.
         self.tasks: dict[tuple[int, int], list[int]] = {}
+        self.begins: dict[tuple[int, int], list[int]] = {}
+        # Of each exchange of tables what starts it, and what waits for it.
+        self.started: dict[int, list[int]] = {}
+        self.awaiting: dict[int, list[int]] = {}
         self.events: dict[tuple[int, int], list[int]] = {}
 
     def build(self) -> StepTasks:
@@ -295,6 +307,7 @@ class _Builder:
         for copy in self.cast.copies:
             for place in range(self.table.ranks):
                 self._row(copy.first, place)
+        self._exchange_tables()
         for copy in self.cast.copies:
             self._messages(copy.first)
         # Tasks that are ready at the same moment start in the order of addition, so this one must
@@ -325,7 +338,9 @@ class _Builder:
                 place=place,
                 count=copy.count * part.count,
                 compute=self.program.stream(number, "compute", "compute"),
-                state=sum(stages[stage].early for stage in hosted) + self.older[place],
+                state=sum(stages[stage].early for stage in hosted)
+                + self.older[place]
+                + (self.work.tables.state[copy.first] if self.work.tables else 0.0),
             )
         )
 
@@ -355,17 +370,67 @@ class _Builder:
                 more = stages[action.stage].more
                 # Gradients that this backward makes stay, so they are taken and not freed.
                 took, freed = took + more + stages[action.stage].gradients, freed + more
-            chain = []
-            for chunk in cells.chunks(cell):
-                task = self.program.add(kind, on, whole * chunk.share, before, label=label)
+            chain: list[int] = []
+            begins: list[int] = []
+            parts = self._parts(copy, action, cells.chunks(cell))
+            for share, beside, awaited, ends, starts in parts:
+                task = self.program.add(kind, on, whole * share, before, label=label)
+                for exchange in awaited:
+                    self.awaiting.setdefault(exchange, []).append(task)
+                begins += [task] if len(begins) == len(chain) else []
                 if inside:
-                    self.built.inside[task] = inside * chunk.share
-                chain.append(task)
+                    self.built.inside[task] = inside * share
+                if beside:
+                    slow = self.world.slowness(copy, place)
+                    task = self.program.add(LOOKUPS, on, beside * slow, (task,), label=label)
+                for exchange in starts:
+                    self.started.setdefault(exchange, []).append(task)
+                if ends:
+                    chain.append(task)
                 before = (task,)
-            self.tasks[copy, cell] = chain
+            self.tasks[copy, cell], self.begins[copy, cell] = chain, begins
             if took or freed:
-                self.built.takes[chain[0]] = took
+                self.built.takes[begins[0]] = took
                 self.built.frees[chain[-1]] = freed
+
+    def _parts(
+        self, copy: int, action: Action, chunks: Sequence[CellChunk]
+    ) -> Iterator[tuple[float, float, tuple[int, ...], bool, tuple[int, ...]]]:
+        """Of a cell one part after the other: its share, seconds of lookups beside, the exchanges
+        of tables that it waits for, whether a chunk ends with it, and the exchanges that start
+        behind it."""
+        tables, number = self.work.tables, action.microbatch
+        stretches: tuple[TableStretch, ...] = ()
+        if tables is not None and action.kind == ActionKind.STEP:
+            stretches = (TableStretch(1.0, tables.update[copy]),)
+        elif tables is not None and action.kind in BACKWARD_KINDS | {ActionKind.FORWARD}:
+            ahead = action.kind == ActionKind.FORWARD
+            stretches = (tables.forward if ahead else tables.backward)[copy][number]
+        if not stretches:
+            yield from ((chunk.share, 0.0, (), True, ()) for chunk in chunks)
+            return
+        awaited: tuple[int, ...] = ()
+        for share, ended, stretch in merged([chunk.share for chunk in chunks], stretches):
+            beside = 0.0 if stretch is None else stretch.lookups
+            mark = None if stretch is None else stretch.exchange
+            starts = () if mark is None or stretch is None or not stretch.starts else (mark,)
+            yield share, beside, awaited, ended, starts
+            awaited = () if mark is None or starts else (mark,)
+
+    def _exchange_tables(self) -> None:
+        """Each exchange begins when all ranks have started it."""
+        if self.work.tables is None:
+            return
+        size, stride = self.world.shape((0,))
+        name = self.world.level_of(size, stride).name
+        members = [(copy.first, 0, 0) for copy in self.cast.copies]
+        network = self.world.group(0, (0,))
+        for number, one in enumerate(self.work.tables.exchanges):
+            before = self.started.get(number, ())
+            seconds = one.seconds(network, stride)
+            done = self._collective(TABLES, members, seconds, before, name, one.kind)
+            for task in self.awaiting.get(number, ()):
+                self.program.need(task, *done)
 
     def _host(self, copy: int, place: int, on: tuple[int, ...]) -> tuple[int, ...]:
         """What a rank does before its first pass; on a slow rank it takes longer, too."""
@@ -428,7 +493,7 @@ class _Builder:
 
     def _needs(self, copy: int) -> None:
         for cell, events in enumerate(self.wiring.needs):
-            first = self.tasks[copy, cell][0]
+            first = self.begins[copy, cell][0]
             for event in events:
                 # An event without a message or a sum is a cell of the same rank.
                 found = self.events.get((copy, event)) or self.tasks[copy, event][-1:]
@@ -509,7 +574,7 @@ class _Builder:
                 before = [self.tasks[copy.first, earlier][which] for copy in self.cast.copies]
             gathered = self._gathered(place, cell, chunk.enters, before)
             for copy in self.cast.copies:
-                self.program.need(self.tasks[copy.first, cell][number], *gathered)
+                self.program.need(self.begins[copy.first, cell][number], *gathered)
 
     def _gathered(
         self, place: int, cell: int, num_bytes: float, before: Sequence[int]

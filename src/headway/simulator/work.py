@@ -14,6 +14,7 @@ from headway.schedule.lowering import SyncPlacement, lower
 from headway.schedule.pipeline_schedule import MESSAGE_KINDS, PipelineSchedule
 from headway.schedule.stage_costs import StageCosts
 from headway.simulator.ranks import NO_FAULTS, RankGrid, StepFaults
+from headway.simulator.table_work import TableWork
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +109,8 @@ class StepWork:
             same parameters.
         variant: Of each copy of the pipeline: 0, it has `stages`; n, the n-th of `others`. Empty:
             all have `stages`.
+        tables: Lookups in split tables, of a step without stages and tensor axis; None: none are
+            split.
     """
 
     table: PipelineSchedule
@@ -122,6 +125,7 @@ class StepWork:
     faults: StepFaults = NO_FAULTS
     others: tuple[tuple[StageWork, ...], ...] = ()
     variant: tuple[int, ...] = ()
+    tables: TableWork | None = None
 
     def __post_init__(self) -> None:
         problems = [
@@ -135,6 +139,10 @@ class StepWork:
             problems.append(f"a pipeline of {self.grid.pipeline} for {self.table.ranks} ranks")
         if self.zero and len(self.table.pipes) > 1:
             problems.append(f"ZeRO {self.zero} with {len(self.table.pipes)} pipes")
+        if self.tables is not None and self.grid.ranks != self.grid.data:
+            problems.append("split tables beside stages or a tensor axis")
+        if self.tables is not None and self.tables.ranks != self.grid.data:
+            problems.append(f"tables of {self.tables.ranks} ranks, of which {self.grid.data} are")
         if problems:
             raise PlanError("there is no such step", problems=problems)
 

@@ -145,7 +145,7 @@ def degrees_of(plan: Plan) -> Degrees:
     if plan.split.spatial:
         problems.append("split.spatial")
     if plan.split.tables:
-        problems.append(f"split.tables: {plan.split}; what lookups of rows take is not priced")
+        problems.append(f"split.tables: {plan.split}; the search knows whole ones")
     if grid is not None and (grid.form != "classic" or plan.split.by):
         problems.append(f"split.tensor: {plan.split}; only 1-D, the same for all modules")
     if several and pipeline.table:
@@ -160,7 +160,7 @@ def degrees_of(plan: Plan) -> Degrees:
             "`headway schedule compare` has the others' bubbles."
         )
         if plan.split.tables:
-            fix = "`headway plan RECIPE --cluster ...` prices tables by themselves; run the plan."
+            fix = "`headway simulate` prices its step; `headway plan` finds where tables should lie."
         raise PlanError("the search has no price for this plan", problems=problems, fix=fix)
     parts = plan.batch.microbatches(max(_shares(plan), key=len))
     scheme = (

@@ -39,6 +39,7 @@ COLOURS: Mapping[str, tuple[str, str]] = {
     "exchange": ("#16937f", "#3fc4ab"),
     "data": ("#c28a06", "#eabb45"),
     "update": ("#7d4cc2", "#b18bf0"),
+    "lookups": ("#4f9fb8", "#7cc7dc"),
     "validate": ("#b93b80", "#ec83ba"),
     "checkpoint": ("#568a2c", "#93cc63"),
     "other": ("#b3bcc7", "#4e5a69"),
