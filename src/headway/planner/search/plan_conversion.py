@@ -160,7 +160,7 @@ def degrees_of(plan: Plan) -> Degrees:
             "`headway schedule compare` has the others' bubbles."
         )
         if plan.split.tables:
-            fix = "`headway simulate` prices its step; `headway plan` finds where tables should lie."
+            fix = "`headway simulate` prices its step, and `headway plan` places tables."
         raise PlanError("the search has no price for this plan", problems=problems, fix=fix)
     parts = plan.batch.microbatches(max(_shares(plan), key=len))
     scheme = (
