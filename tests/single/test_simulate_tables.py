@@ -106,3 +106,20 @@ def test_splits_that_mean_nothing_are_named(cluster):
     grown = plan_of((TableSplit(way="grow"),))
     with pytest.raises(PlanError, match="no number of rows to price"):
         headway.simulate(grown, recipe=recipe(), cluster=cluster())
+
+
+def test_explain_says_bytes_by_table(cluster, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan_of("table", precision="float64").save(tmp_path / "plan.json")
+    words = ["explain", "plan.json", "--recipe", "support.table_recipes:clicks"]
+    assert main([*words, "--cluster", cluster("1 MB/s"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["tables"]
+    # A rank has 4 samples of three tags, each a number with a weight; sums have 6 columns.
+    assert told["sent"]["tags.weight"]["ids"] == 4 * 3 * (4 + 8)
+    assert told["sent"]["tags.weight"]["sums"] == 4 * 6 * 8
+    assert told["exposed"] > 0
+    assert main([*words, "--cluster", cluster("1 MB/s")]) == 0
+    out = capsys.readouterr().out
+    assert "with its split tables (simulated)" in out
+    assert "tags.weight" in out
+    assert "the other layers, by themselves" in out

@@ -19,6 +19,7 @@ from headway.api.plan_request import (
     pricing_request,
     recipe_workload,
 )
+from headway.api.table_pricing import SplitTablesOfPlan, split_tables_of
 from headway.collective.collective_calls import CollectiveCalls, CommunicatingStage
 from headway.errors import PlanError, UsageError
 from headway.graph.model_graph import ModelGraph, TensorSpec
@@ -44,6 +45,7 @@ from headway.planner.explain.step_parts import (
     fullest_stage_memory,
     step_parts,
 )
+from headway.planner.export.to_simulation import step_of_plan
 from headway.planner.guidelines.advice import Advice
 from headway.planner.guidelines.plan_advice import (
     AdviceRequest,
@@ -60,6 +62,8 @@ from headway.planner.traffic.executor import collectives_of_plan, parts_of
 from headway.plans import Plan
 from headway.plans.layer_split import SPACE
 from headway.plans.pipeline import PIPE_AXIS
+from headway.simulator.simulation import simulate_training_step
+from headway.simulator.task_graph import TABLES
 
 MAX_ALTERNATIVES = 4
 """Alternatives beside the fastest one."""
@@ -104,14 +108,65 @@ class PlanExplanation:
     borders: BoundaryTensors
 
 
-def pricing_search(plan: Plan, target: PricingTarget, memory: str | int | None) -> PlanSearch:
+@dataclass(frozen=True, kw_only=True)
+class TablesExplanation:
+    """The split tables of a plan in its simulated step.
+
+    Attributes:
+        seconds: Of the step.
+        exposed: Seconds that a rank waits for exchanges of tables, in the mean.
+        lookups: Seconds of the rank that looks up longest, updates of rows included.
+        sent: Bytes of all ranks in a step, by table and kind.
+        exchanges: Of all ranks, in order: kind, and bytes of the busiest rank.
+    """
+
+    seconds: float
+    exposed: float
+    lookups: float
+    sent: dict[str, dict[str, float]]
+    exchanges: tuple[tuple[str, float], ...]
+
+
+def explain_tables(
+    plan: SplitTablesOfPlan, engine: PlanSearch, kinds: Sequence[str] = ()
+) -> TablesExplanation:
+    """What split tables add to a step.
+
+    Args:
+        engine: Of the other layers.
+        kinds: As for `explain_plan`.
+    """
+    work = plan.added(step_of_plan(plan.rest, engine, kinds)[0], engine, kinds)
+    step = simulate_training_step(work)
+    assert work.tables is not None
+    sent: dict[str, dict[str, float]] = {}
+    for (table, kind), size in plan.traffic.total.items():
+        sent.setdefault(table, {})[kind] = size
+    return TablesExplanation(
+        seconds=step.seconds,
+        exposed=step.exposed.get(TABLES, 0.0),
+        lookups=max(work.tables.lookups),
+        sent=sent,
+        exchanges=tuple((one.kind, one.fullest) for one in work.tables.exchanges),
+    )
+
+
+def pricing_search(
+    plan: Plan,
+    target: PricingTarget,
+    memory: str | int | None,
+    tables: SplitTablesOfPlan | None = None,
+) -> PlanSearch:
     """The search that prices a plan, with its number of devices.
+
+    Args:
+        tables: Of the plan, from `plan_tables_of`: the search is that of the other layers.
 
     Raises:
         PlanError: The plan is of another batch than the recipe, or has more ranks than the cluster.
     """
     check_ranks(plan.ranks, target.cluster)
-    captured = recipe_workload(target.recipe, plan)
+    captured = recipe_workload(target.recipe, plan) if tables is None else tables.captured
     note_unknown_operators(captured.work)
     request = pricing_request(
         captured,
@@ -121,6 +176,17 @@ def pricing_search(plan: Plan, target: PricingTarget, memory: str | int | None) 
         precision=plan.memory.precision,
     )
     return PlanSearch(request)
+
+
+def plan_tables_of(plan: Plan, target: PricingTarget) -> SplitTablesOfPlan | None:
+    """The split tables of a plan; None: it has none.
+
+    Raises:
+        PlanError: They have no price.
+    """
+    if not plan.split.tables:
+        return None
+    return split_tables_of(plan, recipe_workload(target.recipe, plan))
 
 
 def explain_plan(

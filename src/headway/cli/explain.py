@@ -11,15 +11,18 @@ from cyclopts import Parameter
 
 from headway.api.explanation import (
     PlanExplanation,
+    TablesExplanation,
     collectives_of_split_plan,
     explain_plan,
+    explain_tables,
     plan_guidelines,
+    plan_tables_of,
     pricing_search,
 )
 from headway.api.inputs import missing_option_error, pricing_target
 from headway.api.plan_request import device_types_of_ranks
 from headway.cli.plan.output import collective_lines, sources_data, stage_lines
-from headway.cli.terminal.console import note, say, say_json
+from headway.cli.terminal.console import note, say, say_json, table_lines
 from headway.collective.collective_calls import call_table_lines
 from headway.errors import PlanError, UsageError
 from headway.graph.stage_boundaries import BoundaryTensor, BoundaryTensors
@@ -91,11 +94,16 @@ def explain(
         _write(json, facts, [in_words(loaded)])
         return
     recipe = str(subject.recipe)
-    engine = pricing_search(loaded, subject, memory)
+    tables = plan_tables_of(loaded, subject)
+    engine = pricing_search(loaded, subject, memory, tables)
     kinds = device_types_of_ranks(loaded, subject.cluster)
     for sentence in unpriced_parts(loaded, unlike=bool(kinds)):
         note(f"note: {sentence}")
     if guidelines or measure:
+        if tables is not None:
+            raise UsageError(
+                "--guidelines know no split tables", fix="Explain the plan without --guidelines."
+            )
         if not guidelines:
             raise UsageError("--measure needs --guidelines", fix="Add it, or leave --measure out.")
         answers, unknown = plan_guidelines(
@@ -107,7 +115,11 @@ def explain(
         return
     try:
         explanation = explain_plan(
-            loaded, engine, most=subject.cluster.ranks, kinds=kinds, recipe=recipe
+            loaded if tables is None else tables.rest,
+            engine,
+            most=subject.cluster.ranks,
+            kinds=kinds,
+            recipe=recipe,
         )
     except PlanError as error:
         # Plans that split layers may have no price; their collectives are known all the same.
@@ -119,7 +131,12 @@ def explain(
         lines += call_table_lines(calls, "rank of the first copy")
         _write(json, facts | {"collectives": [[asdict(c) for c in one] for one in calls]}, lines)
         return
-    lines = [in_words(loaded), "", *explanation_lines(engine, explanation)]
+    lines = [in_words(loaded), ""]
+    if tables is not None:
+        told = explain_tables(tables, engine, kinds)
+        facts |= {"tables": asdict(told)}
+        lines += [*tables_lines(told), "", "the other layers, by themselves:"]
+    lines += explanation_lines(engine, explanation)
     for kind in engine.types if sources else ():
         of_kind = f" of {kind}" if kind else ""
         lines += ["", f"where the numbers{of_kind} come from:"]
@@ -164,6 +181,25 @@ def explanation_lines(engine: PlanSearch, found: PlanExplanation) -> Iterator[st
         yield "  nothing else"
     yield ""
     yield from _choice_lines(engine, found)
+
+
+def tables_lines(found: TablesExplanation) -> Iterator[str]:
+    """What split tables add to a step."""
+    yield (
+        f"a step takes {format_seconds(found.seconds)} with its split tables (simulated): lookups "
+        f"and updates of rows {format_seconds(found.lookups)}, exchanges that ranks wait for "
+        f"{format_seconds(found.exposed)}"
+    )
+    kinds = list(dict.fromkeys(kind for row in found.sent.values() for kind in row))
+    yield "bytes to other ranks in a step, of all ranks:"
+    rows = [("  table", *kinds)]
+    rows += [
+        (f"  {name or 'samples'}", *(format_bytes(row[k]) if k in row else "" for k in kinds))
+        for name, row in found.sent.items()
+    ]
+    yield from table_lines(rows, align=">")
+    said = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in found.exchanges)
+    yield f"exchanges in order, bytes of the busiest rank: {said}"
 
 
 def part_line(part: StepPart) -> str:
