@@ -16,7 +16,8 @@ import mmap
 import os
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +35,8 @@ MAX_ARENA_BLOCKS = 4096
 _HEADER = round_up_to_pages(8 * MAX_ARENA_BLOCKS)
 # MAP_POPULATE: the page faults happen here, not during the first copy into the memory.
 _FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+# Loans after which memory that nobody wanted goes back to the system: some ten steps' worth.
+_IDLE_LOANS = 64
 
 
 @dataclass(slots=True)
@@ -42,12 +45,23 @@ class ArenaBlock:
 
     Attributes:
         loans: How many there were, with the present one.
+        last: The arena's number of the last one.
+        has_pages: Whether memory may be behind it.
     """
 
     number: int
     offset: int
+    map: mmap.mmap
     bytes: Tensor
     loans: int = 0
+    last: int = 0
+    has_pages: bool = True
+
+    def give_pages_back(self) -> None:
+        """To the system, where it can take them; the next loan finds zeros."""
+        with suppress(AttributeError, OSError):
+            self.map.madvise(mmap.MADV_REMOVE)
+        self.has_pages = False
 
 
 class Arena:
@@ -59,6 +73,7 @@ class Arena:
         self._ended = memoryview(header).cast("Q")
         self._size = _HEADER
         self._rooms: list[ArenaBlock] = []
+        self._loans = 0
 
     def lend(self, nbytes: int) -> ArenaBlock:
         """A free room of at least some bytes, and not much larger; from now on it is lent.
@@ -67,14 +82,17 @@ class Arena:
             RunError: There are too many rooms, and the borrower uses them all.
         """
         wanted = round_up_to_pages(nbytes)
+        self._loans += 1
+        free = [room for room in self._rooms if self._ended[room.number] == room.loans]
         # A small message in a large room would hold it for as long as any of its tensors lives.
-        fit = [
-            room
-            for room in self._rooms
-            if wanted <= len(room.bytes) <= 2 * wanted and self._ended[room.number] == room.loans
-        ]
-        room = min(fit, key=lambda room: len(room.bytes)) if fit else self._make(wanted)
+        fit = [room for room in free if wanted <= len(room.map) <= 2 * wanted]
+        # Messages of a kind that does not come again must not hold memory for ever.
+        for room in free:
+            if room.has_pages and (not fit or self._loans - room.last > _IDLE_LOANS):
+                room.give_pages_back()
+        room = min(fit, key=lambda room: len(room.map)) if fit else self._make(wanted)
         room.loans += 1
+        room.last, room.has_pages = self._loans, True
         return room
 
     def _make(self, nbytes: int) -> ArenaBlock:
@@ -89,7 +107,8 @@ class Arena:
         os.ftruncate(self.file, offset + nbytes)
         map_ = mmap.mmap(self.file, nbytes, flags=_FLAGS, offset=offset)
         self._size += nbytes
-        self._rooms.append(ArenaBlock(number, offset, torch.frombuffer(map_, dtype=torch.uint8)))
+        bytes_ = torch.frombuffer(map_, dtype=torch.uint8)
+        self._rooms.append(ArenaBlock(number, offset, map_, bytes_))
         return self._rooms[-1]
 
     def __del__(self) -> None:
@@ -124,6 +143,10 @@ class ArenaBorrower:
         # Kept, because a weak reference that is gone itself never calls back.
         self._watched[number] = weakref.ref(owner, give_back)
         return torch.frombuffer(owner, dtype=torch.uint8)  # its storage holds the owner
+
+    def give_back(self, number: int, loan: int) -> None:
+        """End a loan that has not been taken."""
+        self._ended[number] = loan
 
     def __del__(self) -> None:
         if hasattr(self, "_file"):
@@ -161,6 +184,28 @@ def open_stream(
     return None
 
 
+def open_streams(
+    ahead: Mapping[tuple[int, int], int],
+    *,
+    group: dist.ProcessGroup | None = None,
+    timeout: float = TIMEOUT_SECONDS,
+) -> dict[int, TensorStream]:
+    """This rank's streams, by global rank of the other end; collective.
+
+    Args:
+        ahead: Pairs of global ranks, the lower one first -> as of `open_stream`; the same on all.
+    """
+    own, found = dist.get_rank(), dict[int, TensorStream]()
+    # In one order on all ranks: opening a stream waits for the rank at its other end.
+    for pair in sorted(ahead):
+        if own in pair:
+            peer = sum(pair) - own
+            stream = open_stream(peer, ahead=ahead[pair], group=group, timeout=timeout)
+            if stream is not None:
+                found[peer] = stream
+    return found
+
+
 class TensorStream:
     """One end of it; made by `open_stream`."""
 
@@ -182,6 +227,7 @@ class TensorStream:
             ) from error
         self._swap()  # the other end may only go after this one has opened its arena
         self._early: dict[int, deque[list[int]]] = {}
+        self._forgotten: deque[int] = deque()
 
     def _swap(self) -> list[int]:
         self._channel.put(self._block)
@@ -221,15 +267,42 @@ class TensorStream:
         if not size:
             return [torch.empty(tuple(shape), dtype=dtype) for shape, dtype in forms]
         # A schedule may take messages in another order than they were sent: other tags are kept.
-        while not (waiting := self._early.get(tag)):
+        while (where := self._waiting(tag)) is None:
             with self._channel.get() as block:
-                found, *where = block.tolist()
-            self._early.setdefault(found, deque()).append(where)
-        storage = self._loans.take(*waiting.popleft()).untyped_storage()
+                found, *place = block.tolist()
+            self._early.setdefault(found, deque()).append(place)
+        if self._forgotten:
+            self._drop()
+        storage = self._loans.take(*where).untyped_storage()
         return [
             _tensor(storage, start, tuple(shape), dtype)
             for (shape, dtype), start in zip(forms, starts, strict=True)
         ]
+
+    def _waiting(self, tag: int) -> list[int] | None:
+        """Where the first message of a tag lies, if one has come."""
+        waiting = self._early.get(tag)
+        if waiting is None:
+            return None
+        where = waiting.popleft()
+        if not waiting:  # tags may be new for ever
+            del self._early[tag]
+        return where
+
+    def forget(self, tag: int, forms: Sequence[ShapeAndDtype]) -> None:
+        """In place of `take`, in any thread: what comes, or has come, is given back unread."""
+        if _starts([math.prod(shape) * dtype.itemsize for shape, dtype in forms])[1]:
+            self._forgotten.append(tag)
+
+    def _drop(self) -> None:
+        for _ in range(len(self._forgotten)):
+            tag = self._forgotten.popleft()
+            where = self._waiting(tag)
+            if where is None:
+                self._forgotten.append(tag)
+            else:
+                number, _, _, loan = where
+                self._loans.give_back(number, loan)
 
     def close(self) -> None:
         """End it at both ends; tensors that came stay as long as somebody uses them."""

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from headway.channel.stream import TensorStream
 from headway.errors import PlanError, UsageError
 from headway.parallel.split_tensor import (
     ATTRIBUTES_OF_PART,
@@ -26,7 +27,7 @@ from headway.parallel.tables.lazy_lookups import LookupContext, taken
 from headway.parallel.tables.lookups import Lookup, bag_lookup, embedding_lookup
 from headway.parallel.tables.rounds import SplitTable, TableExchange
 from headway.parallel.tables.table_parts import RowSource, TablePart, part_of_table, rows_of_part
-from headway.parallel.tables.wire import Shape, Wire
+from headway.parallel.tables.wire import Shape, Wire, open_table_streams
 from headway.plans.tables import TablePlacement
 
 
@@ -222,6 +223,7 @@ def split_tables(
     group: dist.ProcessGroup | None = None,
     *,
     touched: Container[str] = (),
+    streams: Mapping[int, TensorStream] | None = None,
 ) -> SplitTables:
     """Split tables of a model, in place; every rank has the same whole ones before.
 
@@ -236,13 +238,19 @@ def split_tables(
         group: The ranks that share the batch; None: the default one.
         touched: Names of tables whose gradient is left sparse, with the rows that were used, each
             once and in order (`Tensor.is_coalesced`); `TablePart.sparse`, which may change.
+        streams: By global rank, to those that get what they look up in shared memory, not over
+            the group; None: to all with whom this one can share memory.
 
     Raises:
         PlanError: A table that cannot be split, and why.
+        PeerLost: Another rank is gone.
+        Stalled: One does not come in time.
     """
     users = table_users(model, placements)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    wire = Wire(group, device)
+    if streams is None:
+        streams = open_table_streams(group, device)
+    wire = Wire(group, device, streams)
     parts = {}
     for name, modules in users.items():
         whole = modules[0]._parameters["weight"]

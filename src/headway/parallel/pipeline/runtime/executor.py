@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headway.channel.stream import TensorStream, open_stream
+from headway.channel.stream import TensorStream, open_streams
 from headway.comm.exchange_errors import is_exchange_error, is_timeout
 from headway.errors import TIMEOUT_SECONDS, HeadwayError, PeerLost, PlanError, Stalled
 from headway.parallel.fsdp import defer_gradient_sync, explain_fsdp_conflicts, reshard_fsdp_modules
@@ -440,19 +440,14 @@ def open_shared_memory_streams(
         PeerLost: Another rank is gone.
         Stalled: It does not come in time.
     """
-    own = team.ranks[team.rank]
-    streams = dict(team.streams)
-    # In one order on all ranks: opening a stream waits for the rank at its other end.
-    for (a, b), edges in sorted(_edges_between_ranks(schedule).items()):
-        ranks = team.ranks[a], team.ranks[b]
-        if own in ranks and together(*ranks):
-            peer = ranks[0] if own == ranks[1] else ranks[1]
+    ahead: dict[tuple[int, int], int] = {}
+    for pair, edges in _edges_between_ranks(schedule).items():
+        a, b = sorted(team.ranks[rank] for rank in pair)
+        if together(a, b):
             # Room for all headers of a step, so that no put waits.
-            ahead = edges * _PER_MICROBATCH * schedule.num_microbatches
-            stream = open_stream(peer, ahead=ahead, group=team.group, timeout=timeout)
-            if stream is not None:
-                streams[peer] = stream
-    return replace(team, streams=streams)
+            ahead[a, b] = edges * _PER_MICROBATCH * schedule.num_microbatches
+    opened = open_streams(ahead, group=team.group, timeout=timeout)
+    return replace(team, streams={**team.streams, **opened})
 
 
 def _edges_between_ranks(schedule: PipelineSchedule) -> Counter[tuple[int, int]]:
