@@ -11,6 +11,7 @@ from torch import nn
 from headway.errors import DataError, PlanError
 from headway.parallel.tables import mixed_hashes, split_tables, taken
 from headway.parallel.tables.table_parts import hashed_parts
+from headway.parallel.tables.wire import open_table_streams
 from headway.plans.tables import mixed_hash
 from support.ranks import ranks
 from support.split_table_models import (
@@ -51,6 +52,22 @@ def test_every_lookup_in_every_way_on_two_ranks(world):
 @ranks(3, timeout=60, check=nothing_differs)
 def test_every_lookup_in_every_way_on_three_ranks(world):
     return every_way(world) | every_way(world, touched=False)
+
+
+@ranks(2, timeout=60, check=nothing_differs)
+def test_every_lookup_over_the_group(world):
+    return every_way(world, streams={})
+
+
+@ranks(3, timeout=60, check=nothing_differs)
+def test_lookups_of_ranks_of_which_two_share_memory(world):
+    streams = open_table_streams(world.group, torch.device("cpu"), lambda a, b: a + b == 2)
+    assert [*streams] == [[2], [], [0]][world.rank]
+    return {
+        (way, key): value
+        for way in ("table", "grid", "hash")
+        for key, value in compare(world, EveryLookup, batches_of, way, streams=streams)[0].items()
+    }
 
 
 @ranks(2, timeout=60)

@@ -36,9 +36,8 @@ SOME = (
 def train(world, case, make, tables, batch, clip, length, kept):
     torch.manual_seed(SEED)
     model = getattr(table_recipes, case)().double()
-    plan = data_parallel(
-        batch, processes=world.size, precision="float64", split=LayerSplit(tables=tables), **kept
-    )
+    kept = {"split": LayerSplit(tables=tables), **kept}
+    plan = data_parallel(batch, processes=world.size, precision="float64", **kept)
     optimizer = getattr(table_recipes, make)(model)
     run = Executor(
         model, optimizer, loss=clicking, plan=plan, seed=SEED, clip=clip, world=World.adopt()
@@ -55,6 +54,8 @@ def train(world, case, make, tables, batch, clip, length, kept):
         ended = (
             {n: t.detach().clone() for n, t in whole.state_dict().items()} if not world.rank else {}
         )
+    plain = plan.split.shared_memory
+    assert len(run.strategy.parameters.tables.tables.wire.streams) == plain * (world.size - 1)
     run.strategy.close()
     return history if not world.rank else [], told, rows, sparse, ended
 
@@ -119,6 +120,7 @@ def test_optimisers_and_models(tables, case, make):
     [
         (2, "row", {"zero": 1}),
         (2, MIXED, {"zero": 2, "clip": 0.05, "microbatch": 2}),
+        (2, MIXED, {"split": LayerSplit(tables=MIXED, shared_memory=False)}),
         (2, "table", {"zero": 3, "clip": 0.05}),
         (4, "hash", {"zero": 3, "shards": 2, "microbatch": 1}),
         (3, "row", {"shares": (4, 1, 3)}),

@@ -6,11 +6,13 @@ import os
 import signal
 import threading
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from headway.channel.transport import ChannelTransport
 from headway.errors import (
     CheckpointDamaged,
     DocumentError,
@@ -346,6 +348,21 @@ def test_what_torch_says_about_other_ranks(text, kind):
     if kind is PeerLost:
         assert "[../" not in error.why
         assert "/build" not in error.why
+
+
+@pytest.mark.parametrize("kind", [PeerLost, Stalled])
+def test_what_a_channel_says_of_the_rank_at_its_other_end(kind):
+    world = World(place=LaunchEnv(), device=torch.device("cpu"), timeout_seconds=7)
+    transport = Mock(spec=ChannelTransport, peer="rank 1", provider="shared_memory")
+    said = {
+        PeerLost: ChannelTransport.lost(transport, "vanished"),
+        Stalled: ChannelTransport.late(transport, "put a tensor", 7),
+    }
+    with (
+        pytest.raises(kind, match="the exchange of step 3"),
+        world.explained("the exchange of step 3"),
+    ):
+        raise said[kind]
 
 
 def test_torchs_own_network_errors_mean_a_lost_peer():

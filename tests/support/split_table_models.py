@@ -104,7 +104,9 @@ def sum_dense(model, names, world):
         torch.distributed.all_reduce(parameter.grad, group=world.group)
 
 
-def compare(world, make, batches_of, way, *, travels="auto", touched=True, loss_of=None):
+def compare(
+    world, make, batches_of, way, *, travels="auto", touched=True, loss_of=None, streams=None
+):
     """Largest differences of output and gradients between the split and the serial model."""
     torch.manual_seed(3)
     serial = make().double()
@@ -112,7 +114,7 @@ def compare(world, make, batches_of, way, *, travels="auto", touched=True, loss_
     names = table_names(serial)
     tables = split_tables(
         split, placements(serial, way, world.size, travels=travels), world.group,
-        touched=names if touched else (),
+        touched=names if touched else (), streams=streams,
     )  # fmt: skip
     batches = batches_of(world.size)
     loss_of = loss_of or (lambda out: (out * torch.linspace(0.5, 1, out.shape[-1])).square().sum())

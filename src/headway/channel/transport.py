@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from headway.channel.region import RegionLayout, TensorMetadata, tensor_address
-from headway.errors import PeerLost, Stalled
+from headway.errors import HeadwayError, PeerLost, Stalled
 
 # Some 20 us: a read of a word takes 35 to 40 ns (docs/channels.md), the loop the rest.
 _SPINS = 300
@@ -190,6 +190,14 @@ class SendBuffers:
         return room.data_ptr()
 
 
+_CHANNEL = " channel"
+
+
+def is_channel_error(error: HeadwayError) -> bool:
+    """Whether an error is that of a wait, for the rank at the other end of some channel."""
+    return error.where.endswith(_CHANNEL)
+
+
 class ChannelTransport(ABC):
     """One end of a channel.
 
@@ -254,7 +262,7 @@ class ChannelTransport(ABC):
         """The error of a deadline."""
         return Stalled(
             f"{self.peer} did not {doing} within {seconds:g} s",
-            where=f"{self.provider} channel",
+            where=f"{self.provider}{_CHANNEL}",
             fix=f"Look for what {self.peer} does instead, or allow more time with timeout=.",
         )
 
@@ -262,7 +270,7 @@ class ChannelTransport(ABC):
         """The error of an end that is gone."""
         return PeerLost(
             f"{self.peer} {how}",
-            where=f"{self.provider} channel",
+            where=f"{self.provider}{_CHANNEL}",
             fix="Its own error, or the signal that killed it, is the cause.",
         )
 

@@ -88,6 +88,8 @@ class LayerSplit:
         tables: Tables of rows (embeddings) that lie in pieces on the ranks that share the batch;
             the first that matches counts, and what none matches is as the rest of the model. A way
             alone ("row") means all tables.
+        shared_memory: Ranks of one machine look rows up in memory that both share; else, and
+            between machines and on GPUs, over the process group.
     """
 
     tensor: tuple[int, ...] = ()
@@ -99,6 +101,7 @@ class LayerSplit:
     min_width: int = 1
     head: Head = "auto"
     tables: Tables = ()
+    shared_memory: bool = True
 
     def __post_init__(self) -> None:
         given: object = self.tables  # as it may be written: `LayerSplit(tables="row")`
@@ -120,7 +123,8 @@ class LayerSplit:
             head = "" if self.head == "auto" else f", then {_HEADS[self.head]}"
             found.append(f"the last dimensions of samples over {_by(self.spatial)} ranks{head}")
         if self.tables:
-            found.append(f"tables: {', '.join(map(str, self.tables))}")
+            over_group = "" if self.shared_memory else "; over the process group"
+            found.append(f"tables: {', '.join(map(str, self.tables))}{over_group}")
         return "; ".join(found) or "none"
 
     @property

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headway.errors import PlanError
+from headway.errors import PeerLost, PlanError, Stalled
 from headway.parallel.split_tensor import (
     ATTRIBUTES_OF_PART,
     AUTOGRAD_FUNCTION,
@@ -199,7 +199,7 @@ class LookupContext:
         """An exchange that breaks, or that another rank does not come to, says what it was for."""
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, PeerLost, Stalled) as error:
             names = ", ".join(dict.fromkeys(lookup.table for lookup in lookups))
             rank = self.exchange.wire.rank
             error.add_note(f"rank {rank} of those that share the batch looks up in {names}")

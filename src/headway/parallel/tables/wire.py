@@ -109,8 +109,9 @@ class Flight:
             Stalled: It does not come in time.
         """
         if self._found is None:
-            others = [[] for _ in self._expected]
-            found = others if self._over_group is None else self._over_group.wait()
+            found: list[list[Tensor]] = [[] for _ in self._expected]
+            if self._over_group is not None:
+                found = self._over_group.wait()
             for rank, stream in self._streams.items():
                 found[rank] = stream.take(self._tag, self._expected[rank])
             found[self._rank] = self._own
@@ -197,9 +198,7 @@ class Wire:
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
         unit = dtype.itemsize
         sizes = [sum(x.nbytes for x in part) for part in apart]
-        coming = [
-            sum(prod(shape) * kind.itemsize for shape, kind in shapes) for shapes in awaited
-        ]
+        coming = [sum(prod(shape) * kind.itemsize for shape, kind in shapes) for shapes in awaited]
         sent = self._packed([x for part in apart for x in part], sum(sizes) // unit, dtype)
         buffer = torch.empty(sum(coming) // unit, dtype=dtype, device=self.device)
         works = self._travel(sent.view(torch.uint8), sizes, buffer.view(torch.uint8), coming)

@@ -32,6 +32,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from headway.channel.facts import broadcast_facts
 from headway.channel.gloo_listeners import drop_later_connections
+from headway.channel.transport import is_channel_error
 from headway.comm.exchange_errors import is_exchange_error, is_timeout
 from headway.errors import (
     TIMEOUT_SECONDS,
@@ -467,7 +468,7 @@ class World:
 
     @contextmanager
     def explained(self, doing: str) -> Iterator[None]:
-        """Turn torch's errors of broken or late exchanges into PeerLost or Stalled.
+        """Say of broken or late exchanges, torch's or a channel's, who is lost or missing.
 
         Raises:
             HeadwayError: A rank has been lost already.
@@ -478,7 +479,7 @@ class World:
         try:
             with self._watchdog.waiting():
                 yield
-        except RuntimeError as error:
+        except (RuntimeError, PeerLost, Stalled) as error:
             known = translate_exception(error, self, doing)
             if known is None:
                 raise
@@ -547,27 +548,32 @@ class World:
             return  # the host of the store is gone already: nobody needs the goodbye
 
 
-def translate_exception(error: RuntimeError, world: World, doing: str) -> HeadwayError | None:
-    """What an exception of torch.distributed means; None: the other ranks are not its cause.
+def translate_exception(error: Exception, world: World, doing: str) -> HeadwayError | None:
+    """What an exception of torch.distributed or a channel means; None: it says that itself.
 
     Args:
         world: Asked which rank is lost or, after a time-out, missing; this takes up to 5 s.
     """
-    text = str(error)
-    mismatch = _mismatch(text)
-    if mismatch is not None:
-        return mismatch
-    if not is_exchange_error(error):
+    if isinstance(error, HeadwayError):
+        # A channel knows only the rank at its other end, which may wait for a third one.
+        broken, late, text = is_channel_error(error), isinstance(error, Stalled), error.what
+    else:
+        text = str(error)
+        mismatch = _mismatch(text)
+        if mismatch is not None:
+            return mismatch
+        late = is_timeout(error)
+        known = late or isinstance(error, dist.DistError) or bool(_BROKEN.search(text))
+        broken = known and is_exchange_error(error)
+    if not broken:
         return None
-    if is_timeout(error):
+    if late:
         return world.lost() or _stalled(world, doing)
-    if isinstance(error, dist.DistError) or _BROKEN.search(text):
-        return world.lost(_NEWS_SECONDS) or PeerLost(
-            f"another rank vanished during {doing}",
-            why=_first_line(text),
-            fix="Its own error, or the signal that killed it, is the cause.",
-        )
-    return None
+    return world.lost(_NEWS_SECONDS) or PeerLost(
+        f"another rank vanished during {doing}",
+        why=_first_line(text),
+        fix="Its own error, or the signal that killed it, is the cause.",
+    )
 
 
 _FINGERPRINT = re.compile(

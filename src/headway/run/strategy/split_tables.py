@@ -21,7 +21,9 @@ from torch.optim import Optimizer
 
 from headway.channel.gloo_listeners import drop_later_connections
 from headway.channel.mapped_memory import file_of, large_tensors_in_files, mapped_tensor
+from headway.channel.stream import TensorStream
 from headway.checkpoint.tensor_part import TensorPart
+from headway.collective.nodes import Nodes
 from headway.documents import nearest
 from headway.errors import PlanError, UsageError
 from headway.nn import split_dynamic_tables
@@ -31,6 +33,7 @@ from headway.parallel.tables import SplitTables, TablePart, split_tables
 from headway.parallel.tables.ids_ahead import IdsAhead
 from headway.parallel.tables.table_parts import parts_of_rows
 from headway.parallel.tables.tiered_table import TieredTable, tier_tables
+from headway.parallel.tables.wire import open_table_streams
 from headway.plans import Plan
 from headway.plans.tables import TablePlacement, even_range, place_tables
 from headway.run.distributed.process_groups import find_nodes
@@ -90,9 +93,20 @@ def _known(pattern: str, shapes: Mapping[str, tuple[int, int]]) -> str:
     return nearest(pattern, [name.rpartition(".")[0] or name for name in shapes])
 
 
-def node_size(plan: Plan, world: World) -> int | None:
-    """How many shares of the batch one node has; None: all, or not all as many; collective."""
-    nodes = find_nodes(world)
+def _streams(
+    plan: Plan, world: World, nodes: Nodes | None, group: dist.ProcessGroup | None
+) -> dict[int, TensorStream]:
+    """To the ranks of the same node; collective."""
+    if nodes is None or not plan.split.shared_memory:
+        return {}
+    with world.explained("sharing memory to look rows up in"):
+        return open_table_streams(
+            group, world.device, lambda a, b: b in nodes.inside(a), world.timeout_seconds
+        )
+
+
+def _node_size(plan: Plan, nodes: Nodes) -> int | None:
+    """How many shares of the batch one node has; None: all, or not all as many."""
     following = [rank for members in nodes.members for rank in members] == list(range(nodes.ranks))
     if nodes.count == 1 or not nodes.uniform or not following:
         return None
@@ -130,8 +144,9 @@ class TableLayout:
         self.named: Mapping[str, nn.Parameter] = {}
         self._optimizer, self._laws = optimizer, dict[tuple[int, str], RowLaw]()
         with world.explained("placing tables"):
-            node = None if world.alone else node_size(plan, world)
-            placed = place_model_tables(plan, model, node)
+            nodes = None if world.alone else find_nodes(world)
+            size = None if nodes is None else _node_size(plan, nodes)
+            placed = place_model_tables(plan, model, size)
         # Mesh axes may lie in any order: from numbers of shares to ranks of the group.
         ranks = sorted(range(plan.ranks), key=plan.data_rank)
         self.placements = {
@@ -147,6 +162,7 @@ class TableLayout:
         with world.explained("making the group that looks rows up"), drop_later_connections():
             ranks = list(range(plan.ranks))
             self._group = None if world.alone else dist.new_group(ranks, timeout=timeout)
+        self._streams = _streams(plan, world, nodes, self._group)
         self._tiers: dict[str, TieredTable] = {}
 
     @contextmanager
@@ -165,7 +181,7 @@ class TableLayout:
 
     def apply(self, model: nn.Module) -> None:
         """Cut the tables, in place, and let the optimiser hold the pieces; collective."""
-        self.tables = split_tables(model, self.placements, self._group)
+        self.tables = split_tables(model, self.placements, self._group, streams=self._streams)
         names, now = self._names, dict(model.named_parameters())
         for group in self._optimizer.param_groups:
             before = group["params"]
