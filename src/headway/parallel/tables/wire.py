@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,20 +88,10 @@ class _OverGroup:
         return found
 
 
-class Flight:
-    """Messages under way, to all ranks in one exchange."""
+class Flight(ABC):
+    """Messages under way, from all ranks in one exchange."""
 
-    def __init__(
-        self,
-        wire: Wire,
-        own: list[Tensor],
-        expected: Sequence[Sequence[Shape]],
-        over_group: _OverGroup | None,
-    ) -> None:
-        self._streams, self._tag, self._rank = wire.streams, wire.exchanges, wire.rank
-        self._own, self._expected, self._over_group = own, expected, over_group
-        self._found: list[list[Tensor]] | None = None
-
+    @abstractmethod
     def wait(self) -> list[list[Tensor]]:
         """What came, by rank, to be read only: tensors may share memory.
 
@@ -108,6 +99,29 @@ class Flight:
             PeerLost: A rank with whom memory is shared is gone.
             Stalled: It does not come in time.
         """
+
+
+class _UnderWay(Flight):
+    """Of an exchange of a `Wire`.
+
+    Args:
+        tag: Of its messages in streams.
+        own: Of this rank; they stay here.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        tag: int,
+        own: list[Tensor],
+        expected: Sequence[Sequence[Shape]],
+        over_group: _OverGroup | None,
+    ) -> None:
+        self._streams, self._rank, self._tag = wire.streams, wire.rank, tag
+        self._own, self._expected, self._over_group = own, expected, over_group
+        self._found: list[list[Tensor]] | None = None
+
+    def wait(self) -> list[list[Tensor]]:
         if self._found is None:
             found: list[list[Tensor]] = [[] for _ in self._expected]
             if self._over_group is not None:
@@ -134,7 +148,6 @@ class Wire:
     Attributes:
         rank: Of this process among them.
         streams: By rank among them.
-        exchanges: How many there were; the same on all ranks, so that it is the tag of messages.
     """
 
     def __init__(
@@ -148,7 +161,8 @@ class Wire:
         self.size = dist.get_world_size(group) if dist.is_initialized() else 1
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD) if streams else []
         self.streams = {ranks.index(peer): stream for peer, stream in streams.items()}
-        self.exchanges = 0
+        # Exchanges so far: the same number on all ranks, so that it is the tag of their messages.
+        self._count = 0
         self._recent: deque[weakref.ref[Flight]] = deque()
         # The group's exchanges are of all ranks, also of one that shares memory with each other.
         self._group_needed = self.size > 1
@@ -171,14 +185,14 @@ class Wire:
             x.detach().contiguous().view(shape)
             for x, (shape, _) in zip(parts[self.rank], expected[self.rank], strict=True)
         ]
-        self.exchanges += 1
+        self._count += 1
         over_group = self._start_over_group(parts, expected) if self._group_needed else None
         # Each rank begins with its neighbour, so that not all write to the same one at a time.
         for step in range(1, self.size):
             rank = (self.rank + step) % self.size
             if (stream := self.streams.get(rank)) is not None:
-                stream.put(self.exchanges, parts[rank])
-        flight = Flight(self, own, expected, over_group)
+                stream.put(self._count, parts[rank])
+        flight = _UnderWay(self, self._count, own, expected, over_group)
         self._recent.append(weakref.ref(flight))
         # A rank may start as many as it likes before it waits for any, and no put may wait then.
         if len(self._recent) > _AHEAD // 2 and (oldest := self._recent.popleft()()) is not None:

@@ -156,12 +156,11 @@ _NO_KERNELS = {torch.ops.aten.detach, torch.ops.aten.empty, torch.ops.aten.empty
 class _Landed(Flight):
     """Messages that have arrived."""
 
-    wire: DryWire | None = None
-    number: int = 0
-    found: list[list[Tensor]] = field(default_factory=list)
+    wire: DryWire
+    number: int
+    found: list[list[Tensor]]
 
     def wait(self) -> list[list[Tensor]]:
-        assert self.wire is not None
         self.wire.mark(self.number, starts=False)
         return self.found
 
@@ -211,8 +210,7 @@ class DryWire(Wire):
             [x.contiguous().view(shape) for x, (shape, _) in zip(part, shapes, strict=True)]
             for part, shapes in zip(came, expected, strict=True)
         ]
-        none = torch.empty(0)
-        return _Landed([], self.rank, [], none, expected, none, self, number, found)
+        return _Landed(self, number, found)
 
     def gather(self, own: Sequence[int]) -> list[list[int]]:
         sizes = [0 if rank == self.rank else 8 * len(own) for rank in range(self.size)]
