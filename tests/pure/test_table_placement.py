@@ -53,9 +53,30 @@ def test_the_first_split_that_means_a_table_counts() -> None:
     assert not place_tables([TableSplit(tables="other")], SHAPES, 2)
 
 
+def test_a_dense_table_is_left_out() -> None:
+    splits = [TableSplit(tables="small*", way="dense"), TableSplit(tables="*", way="row")]
+    assert set(place_tables(splits, SHAPES, 2)) == {*SHAPES} - {"small.weight"}
+
+
 def test_grid_cuts_columns_over_nodes_and_rows_inside() -> None:
     placed = place_tables([TableSplit(way="grid")], SHAPES, 4, node=2)
     assert placed["large.weight"].owners == ((0, 1), (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("columns", "owners"),
+    [
+        (1, ((0, 1, 2, 3, 4, 5),)),
+        (2, ((0, 1, 2), (3, 4, 5))),
+        (5, ((0, 1), (2, 3), (4, 5))),
+        (6, ((0,), (1,), (2,), (3,), (4,), (5,))),
+    ],
+)
+def test_a_grid_has_no_more_ranges_than_columns(
+    columns: int, owners: tuple[tuple[int, ...], ...]
+) -> None:
+    placed = place_tables([TableSplit(way="grid")], {"a.weight": (9, columns)}, 6, node=1)
+    assert placed["a.weight"].owners == owners
 
 
 @pytest.mark.parametrize(

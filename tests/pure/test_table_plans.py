@@ -108,6 +108,7 @@ def test_all_problems_are_told_together():
                 TableSplit(way="row", columns=2, ranks=(0, 0, 5)),
                 TableSplit(tables=" ", way="copies", ranks=(1,)),
                 TableSplit(way="grid", columns=-1),
+                TableSplit(tables="tied", way="dense", ranks=(1,), hot="20 %"),
             ),
             exchange=ExchangePlan(priority=True, reduce="sum"),
         )
@@ -119,6 +120,8 @@ def test_all_problems_are_told_together():
         'split.tables.1.tables is empty; a pattern of names, such as "embeddings.*"',
         'split.tables.1.ranks: way "copies" lies on every rank; leave it out',
         "split.tables.2.columns is -1; at least 1, or 0 for one for each rank",
+        'split.tables.3.ranks: way "dense" lies on every rank; leave it out',
+        'split.tables.3.hot: way "dense" is in memory as other layers are; leave it out',
         "exchange.priority with split.tables: the gradient of a table is complete where it lies "
         "and in no bucket, so that no update of a bucket would make its update",
     )

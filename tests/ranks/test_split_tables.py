@@ -74,13 +74,13 @@ def test_lookups_of_ranks_of_which_two_share_memory(world):
 def test_bad_lookups_are_one_error_on_all_ranks(world):
     bad = torch.tensor
     calls = {
-        "id 13, number 1 is not among its 13 rows": (bad([2, 13]), bad([0])),
-        "id -1, number 0 is not": (bad([-1]), bad([0])),
+        "id 13, number 1, is not among its 13 rows": (bad([2, 13]), bad([0])),
+        "id -1, number 0, is not": (bad([-1]), bad([0])),
         "offset 1, number 2, is below the one before it, 2": (bad([1, 2, 3]), bad([0, 2, 1])),
         "the first offset is 1": (bad([1, 2]), bad([1])),
         "offset 5, the last one, is behind the 2 ids": (bad([1, 2]), bad([0, 5])),
         "ids are float32": (bad([1.0]), bad([0])),
-        "weight NaN, number 1 cannot": (bad([1, 2]), bad([0]), bad([1.0, float("nan")])),
+        "weight NaN, number 1, cannot": (bad([1, 2]), bad([0]), bad([1.0, float("nan")])),
         "id 40, at [1, 0], is not": (bad([[1, 2], [40, 3]]), None),
     }
     for said, call in calls.items():

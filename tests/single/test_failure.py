@@ -109,6 +109,12 @@ def test_of_a_long_text_the_beginning_is_shown():
     ]  # fmt: skip
 
 
+def test_an_error_of_all_ranks_about_one_of_them_names_that_one():
+    error = PlanError("wrong", where="rank 0 of those that share the batch, step 3", problems=["a"])
+    record = describe_failure(1, 3, error)
+    assert (record.rank, record.step, record.where) == (1, 3, error.where)
+
+
 def test_where_is_not_said_twice():
     known = WorkerFailed("bad", where="rank 1, step 17")
     record = describe_failure(1, 3, known)

@@ -185,8 +185,10 @@ class LayerSplit:
                 yield f"{said}.columns is {one.columns}; at least 1, or 0 for one for each rank"
             if one.columns and one.way not in ("column", "grid"):
                 yield f'{said}.columns: way "{one.way}" cuts no columns; leave it out'
-            if one.ranks and one.way == "copies":
-                yield f'{said}.ranks: way "copies" lies on every rank; leave it out'
+            if one.ranks and one.way in ("copies", "dense"):
+                yield f'{said}.ranks: way "{one.way}" lies on every rank; leave it out'
+            if one.way == "dense" and (one.hot or one.cold):
+                yield f'{said}.hot: way "dense" is in memory as other layers are; leave it out'
             if len(set(one.ranks)) < len(one.ranks):
                 yield f"{said}.ranks: {list(one.ranks)} names a rank twice"
             shared = math.prod(a.size for a in mesh.axes if a.name not in (TENSOR, SPACE, "pipe"))

@@ -20,15 +20,19 @@ from headway.documents import document
 from headway.keywords import checks_keywords
 from headway.units import parse_bytes
 
-Way = Literal["copies", "table", "column", "row", "table_row", "grid", "hash", "grow"]
+Way = Literal["copies", "table", "column", "row", "table_row", "grid", "hash", "dense", "grow"]
 """How a table is split.
 
 copies: every rank has all of it, and gradients of the rows that were used travel. table: one rank
 has it. column: ranges of columns. row: ranges of rows. table_row: ranges of rows over the ranks of
 one node. grid: ranges of columns over nodes, and of rows over the ranks of each. hash: rows by a
-mixed hash of their number. grow: of a table without a number of rows, by a hash of their keys; the
+mixed hash of their number. dense: as any other layer, a copy on every rank whose whole gradient is
+exchanged; for tables that are not only looked up in. grow: of a table without a number of rows, by a hash of their keys; the
 executor says so itself of each such table of a model.
 """
+
+LEFT_OUT = 'In split.tables, {tables = "NAME", way = "dense"} before the others leaves a table out'
+"""How a user keeps a table from being split; of errors."""
 
 Travels = Literal["auto", "sums", "rows"]
 """What travels from owners: sums over the rows of a bag, or the rows that a rank asks for, each
@@ -46,7 +50,8 @@ class TableSplit:
     Attributes:
         tables: A pattern of names of modules or parameters: "*", "embeddings.*".
         way: See `Way`.
-        columns: Ranges of columns of "column" and "grid"; 0: one for each rank, or node.
+        columns: Ranges of columns of "column" and "grid"; 0: one for each rank, or node, and at most
+            one for each column.
         ranks: Those that hold them, in the order of the pieces; none: all, and for "table" the one
             that has least so far.
         travels: See `Travels`.
@@ -123,6 +128,12 @@ class TablePlacement:
         return len(self.owners) == 1 and len(self.owners[0]) == 1
 
 
+def split_of(name: str, splits: Sequence[TableSplit]) -> TableSplit | None:
+    """How a table is split: the first that means it; None where it is not."""
+    found = next((split for split in splits if split.matches(name)), None)
+    return None if found is None or found.way == "dense" else found
+
+
 def even_range(number: int, of: int, size: int) -> range:
     """The n-th of `of` even shares of `size` entries."""
     return range(number * size // of, (number + 1) * size // of)
@@ -150,7 +161,7 @@ def place_tables(
         ValueError: A split that does not fit these ranks or a table; one line that names both.
     """
     inner = node or ranks
-    firsts = {name: next((s for s in splits if s.matches(name)), None) for name in shapes}
+    firsts = {name: split_of(name, splits) for name in shapes}
     chosen = {name: split for name, split in firsts.items() if split is not None}
     held = [0] * ranks
     found: dict[str, TablePlacement] = {}
@@ -215,13 +226,19 @@ def _owners(
             _check_columns(said, parts, columns, len(among))
             return tuple((among[number],) for number in range(parts))
         case _:
-            parts = split.columns or -(-len(among) // inner)
+            parts = split.columns or _equal_groups(len(among), -(-len(among) // inner), columns)
             # Several ranges on a node are so many equal groups of its ranks.
             _check_columns(said, parts, columns, len(among))
             if len(among) % parts:
                 raise ValueError(f"{said}: {len(among)} ranks are no {parts} equal groups")
             size = len(among) // parts
             return tuple(among[n * size : (n + 1) * size] for n in range(parts))
+
+
+def _equal_groups(ranks: int, wanted: int, most: int) -> int:
+    """So many equal groups of ranks as are wanted, or the most below that there can be."""
+    fewer = (n for n in range(min(wanted, most), 1, -1) if ranks % n == 0)
+    return wanted if wanted <= most else next(fewer, 1)
 
 
 def _check_hot(name: str, split: TableSplit, rows: int) -> None:

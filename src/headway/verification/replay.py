@@ -33,6 +33,7 @@ from headway.data import Cursor, RankBatch
 from headway.errors import NotEqual, UsageError
 from headway.plans import BatchSplit, Plan
 from headway.plans.layer_split import SPACE
+from headway.plans.tables import split_of
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.recipe.recipe import Recipe
 from headway.run.recipe.training_data import training_data
@@ -150,7 +151,7 @@ class Replay:
         self._tables = {
             name
             for name in table_modules(self._replicas[0].model)
-            if any(split.matches(name) for split in plan.split.tables)
+            if split_of(name, plan.split.tables) is not None
         }
         self._states: list[dict[str, Tensor]] = [{} for _ in exchanges]
         # Counted here: a compressor that does not count would draw the same numbers for ever.

@@ -141,17 +141,14 @@ def _outside(flat: Tensor, rows: int, shape: torch.Size) -> str:
     if int(low) >= 0 and int(high) < rows:
         return ""
     place = int(((flat < 0) | (flat >= rows)).nonzero()[0])
-    return (
-        f"id {int(flat[place])}{_at(place, shape)} is not among its {rows} rows (0 to {rows - 1})"
-    )
+    return f"id {int(flat[place])}, {_at(place, shape)}, is not among its {rows} rows (0 to {rows - 1})"
 
 
 def _at(place: int, shape: torch.Size) -> str:
-    """ ", number 3", or ", at [2, 5]"."""
+    """ "number 3", or "at [2, 5]"."""
     if len(shape) < 2:
-        return f", number {place}"
-    where = [int(n) for n in torch.unravel_index(torch.tensor(place), shape)]
-    return f", at {where},"
+        return f"number {place}"
+    return f"at {[int(n) for n in torch.unravel_index(torch.tensor(place), shape)]}"
 
 
 def _wrong_bags(ids: Tensor, offsets: Any, include_last: bool) -> str:
@@ -193,7 +190,7 @@ def _wrong_weights(ids: Tensor, weights: Any, mode: str) -> str:
         return f"weights are {list(weights.shape)}, and ids are {list(ids.shape)}"
     if weights.numel() and bool((wrong := weights.detach().isnan()).any()):
         place = int(wrong.reshape(-1).nonzero()[0])
-        return f"weight NaN{_at(place, ids.shape)} cannot be multiplied with"
+        return f"weight NaN, {_at(place, ids.shape)}, cannot be multiplied with"
     return ""
 
 

@@ -28,7 +28,7 @@ from headway.parallel.tables.lookups import Lookup, bag_lookup, embedding_lookup
 from headway.parallel.tables.rounds import SplitTable, TableExchange
 from headway.parallel.tables.table_parts import RowSource, TablePart, part_of_table, rows_of_part
 from headway.parallel.tables.wire import Shape, Wire, open_table_streams
-from headway.plans.tables import TablePlacement
+from headway.plans.tables import LEFT_OUT, TablePlacement
 
 
 class SplitTables:
@@ -177,7 +177,7 @@ class SplitWeight(KnownShape, TorchFunctionOperand):
             f"{self._name} is split, and the model uses it without looking up",
             problems=["only lookups by the module itself know where its rows lie"],
             where=user_line(),
-            fix="Call the module, or leave this table out of the split.",
+            fix=f"Call the module (torch.arange({self.shape[0]}) means all rows). {LEFT_OUT}.",
         )
 
 
@@ -275,8 +275,9 @@ def look_up_in(
             module.__dict__["_headway_table"] = tables, name
             kind = SplitEmbedding if isinstance(module, nn.Embedding) else SplitEmbeddingBag
             own = type(module)
-            # `super()` in a derived class of the user's own must come to the lookup.
-            module.__class__ = type(own.__name__, (kind,), {"__module__": own.__module__})
+            # Behind the user's own class, so that its `super()` comes to the lookup.
+            bases = (kind,) if own in kind.__mro__ else (own, kind)
+            module.__class__ = type(own.__name__, bases, {"__module__": own.__module__})
     # What is computed before the first lookup has its gradients before those of tables are awaited.
     model.register_forward_pre_hook(lambda *_: tables.context.begin())
     model.register_forward_hook(lambda *call: _finished(tables, call[-1]), always_call=True)
@@ -322,17 +323,14 @@ def table_users(
         problems += reasons
         found[name] = [other for _, other in users]
     if problems:
-        raise PlanError(
-            "tables cannot be split", problems=problems, fix="Leave these tables out of the split."
-        )
+        raise PlanError("tables cannot be split", problems=problems, fix=f"{LEFT_OUT}.")
     return found
 
 
 def _unfit(path: str, module: nn.Module) -> str:
     """Why a module's table cannot be split; "" if it can."""
-    if type(module).forward not in (nn.Embedding.forward, nn.EmbeddingBag.forward):
-        return f"{path}: it is used by {type(module).__name__}, which is not torch's own lookup"
-    assert isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return f"{path}: it is used by {type(module).__name__}, which is no lookup"
     if module.max_norm is not None:
         return f"{path}: max_norm changes rows while they are looked up, on one rank alone"
     if module.scale_grad_by_freq:

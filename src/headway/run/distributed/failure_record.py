@@ -90,7 +90,7 @@ def describe_failure(rank: int, attempt: int, error: BaseException) -> FailureRe
     noted = re.search(r"\bstep (\d+)", known.where)
     step = int(noted.group(1)) if noted else None
     where = f"rank {rank}" if step is None else f"rank {rank}, step {step}"
-    if known.where.startswith(where):
+    if known.where.startswith("rank "):  # maybe another one, of which all ranks tell
         where = known.where
     elif known.where and known.where not in (f"step {step}", f"rank {rank}"):
         where = f"{where}, {known.where}"

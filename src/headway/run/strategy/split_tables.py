@@ -37,8 +37,10 @@ from headway.parallel.tables.wire import open_table_streams
 from headway.plans import Plan
 from headway.plans.tables import TablePlacement, even_range, place_tables
 from headway.run.distributed.process_groups import find_nodes
+from headway.run.recipe.recipe import Loss, sum_and_count
 from headway.run.strategy.growing_tables import GrowingTables
 from headway.run.strategy.row_sums import share_row_sums, shares_row_sums, whole_of_rows
+from headway.run.strategy.table_uses import check_uses
 
 if TYPE_CHECKING:
     from headway.run.distributed.world import World
@@ -49,7 +51,8 @@ def table_modules(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     found: dict[str, nn.Embedding | nn.EmbeddingBag] = {}
     for module in model.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        # A weight that is computed from other parameters is none of them.
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight in names:
             found.setdefault(names[module.weight], module)
     return found
 
@@ -68,10 +71,18 @@ def place_model_tables(plan: Plan, model: nn.Module, node: int | None) -> dict[s
         for name, module in table_modules(model).items()
     }
     splits = tuple(split for split in plan.split.tables if split.way != "grow")
+    meant = [{name for name in shapes if split.matches(name)} for split in splits]
     problems = [
         f"split.tables.{number}: no table matches {split.tables!r}{_known(split.tables, shapes)}"
         for number, split in enumerate(splits)
-        if not any(split.matches(name) for name in shapes)
+        if not meant[number]
+    ]
+    problems += [
+        f"split.tables.{number}: {split.tables!r} counts for no table, as split.tables.{first} "
+        f"({splits[first].tables!r}) means these and more; write it before that"
+        for number, split in enumerate(splits)
+        for first in range(number)
+        if meant[number] and meant[number] < meant[first]
     ]
     placed: dict[str, TablePlacement] = {}
     try:
@@ -164,6 +175,21 @@ class TableLayout:
             self._group = None if world.alone else dist.new_group(ranks, timeout=timeout)
         self._streams = _streams(plan, world, nodes, self._group)
         self._tiers: dict[str, TieredTable] = {}
+
+    def watched(self, loss: Loss) -> Loss:
+        """A loss that is computed to try the whole model.
+
+        It raises PlanError where a table that is to be split is used without looking up.
+        """
+
+        tables = {p: name for p, name in self._names.items() if name in self.placements}
+
+        def watching(model: nn.Module, data: Any) -> Any:
+            found = loss(model, data)
+            check_uses(sum_and_count(found, 1)[0], tables)
+            return found
+
+        return watching
 
     @contextmanager
     def tried(self, model: nn.Module) -> Iterator[None]:

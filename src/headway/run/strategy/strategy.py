@@ -869,7 +869,9 @@ def _with_split_tables(setup: TrainingSetup, forward: ForwardPass) -> Strategy:
     def look(batch: RankBatch | None) -> RandomDraws:
         assert batch is not None
         with tables.tried(model):
-            return forward.probe(forward.prepare(batch.micros[0].data), forward.loss)
+            return forward.probe(
+                forward.prepare(batch.micros[0].data), tables.watched(forward.loss)
+            )
 
     def shard(left: Collection[nn.Parameter]) -> None:
         assert fsdp is not None

@@ -784,7 +784,10 @@ def train(place: LaunchEnv, job: TrainJob) -> TrainingOutcome:
             training = Training(job, world, stop, stack)
             return training.run()
     except HeadwayError as error:
-        error.where = error.where or _where(place, training)
+        here = _where(place, training)
+        if error.where.startswith("rank ") and ", step " not in error.where:
+            error.where += here.removeprefix(f"rank {place.rank}")
+        error.where = error.where or here
         raise
     except Exception as error:
         # The exception may be what a broken connection looks like from inside.
