@@ -27,8 +27,8 @@ copies: every rank has all of it, and gradients of the rows that were used trave
 has it. column: ranges of columns. row: ranges of rows. table_row: ranges of rows over the ranks of
 one node. grid: ranges of columns over nodes, and of rows over the ranks of each. hash: rows by a
 mixed hash of their number. dense: as any other layer, a copy on every rank whose whole gradient is
-exchanged; for tables that are not only looked up in. grow: of a table without a number of rows, by a hash of their keys; the
-executor says so itself of each such table of a model.
+exchanged; for tables that are not only looked up in. grow: of a table without a number of rows, by
+a hash of their keys; the executor says so itself of each such table of a model.
 """
 
 LEFT_OUT = 'In split.tables, {tables = "NAME", way = "dense"} before the others leaves a table out'
@@ -50,8 +50,8 @@ class TableSplit:
     Attributes:
         tables: A pattern of names of modules or parameters: "*", "embeddings.*".
         way: See `Way`.
-        columns: Ranges of columns of "column" and "grid"; 0: one for each rank, or node, and at most
-            one for each column.
+        columns: Ranges of columns of "column" and "grid"; 0: one for each rank, or node, and
+            at most one for each column.
         ranks: Those that hold them, in the order of the pieces; none: all, and for "table" the one
             that has least so far.
         travels: See `Travels`.

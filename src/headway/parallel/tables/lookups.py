@@ -141,7 +141,8 @@ def _outside(flat: Tensor, rows: int, shape: torch.Size) -> str:
     if int(low) >= 0 and int(high) < rows:
         return ""
     place = int(((flat < 0) | (flat >= rows)).nonzero()[0])
-    return f"id {int(flat[place])}, {_at(place, shape)}, is not among its {rows} rows (0 to {rows - 1})"
+    given = f"id {int(flat[place])}, {_at(place, shape)}"
+    return f"{given}, is not among its {rows} rows (0 to {rows - 1})"
 
 
 def _at(place: int, shape: torch.Size) -> str:
