@@ -189,7 +189,7 @@ def test_a_bound_holds_with_a_slow_worker() -> None:
 
 
 def passed_over(world: Any, folder: Path) -> int:
-    """How many steps the others have closed without this worker; worker 1 makes its second one last."""
+    """Steps that others have closed without this worker; worker 1 makes its second one last."""
     run = executor(World.adopt(), topology="single", backup_workers=1)
     left_out = 0
     for batch in run.batches(data(), epochs=None):
