@@ -254,7 +254,7 @@ class Plan:
             for name in dict.fromkeys(("kind", *self.synchrony.given))
         }
         if not self.split.tables:  # plans without them keep the name that they had
-            del found["split"]["tables"]
+            del found["split"]["tables"], found["split"]["shared_memory"]
         return found
 
     def to_json(self) -> str:
