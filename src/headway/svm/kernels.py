@@ -1,0 +1,274 @@
+"""Kernels, and blocks of kernel values between the samples of a rank and a few others.
+
+No matrix of all pairs is ever made. A block [chunk, q] is one matrix product and one or two
+functions of its entries, small enough to stay in the processor's cache (the layout of ThunderSVM's
+working sets, Wen et al. 2018, without their table of kernel rows).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from scipy import sparse
+from torch import Tensor
+
+from headway.svm.arrays import Array, Indices, Matrix
+from headway.svm.products import (
+    PackedColumns,
+    pack_columns,
+    products_by_row,
+    scaled_products,
+)
+
+KernelName = Literal["linear", "poly", "rbf", "sigmoid", "callable"]
+KernelFunction = Callable[[Matrix, Matrix], Array]
+
+CHUNK = 512
+"""Rows and columns of a block: 1 MiB of float32, which the second cache holds."""
+FEW = 8
+"""Columns up to which products are made row by row, alike wherever a row lies."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """K(x, z): one of libsvm's four, or a function of two matrices of samples.
+
+    Attributes:
+        name: linear x z; poly (gamma x z + coef0)^degree; rbf exp(-gamma |x - z|^2);
+            sigmoid tanh(gamma x z + coef0).
+        function: Of "callable": [n, m] and [k, m] to [n, k].
+    """
+
+    name: KernelName
+    gamma: float = 1.0
+    degree: float = 3
+    coef0: float = 0.0
+    function: KernelFunction | None = None
+
+    @property
+    def scale(self) -> float:
+        """What both samples are multiplied by before the product of the two."""
+        if self.name == "linear":
+            return 1.0
+        return float(np.sqrt(2 * self.gamma if self.name == "rbf" else self.gamma))
+
+    def of_products(self, products: Tensor) -> Tensor:
+        """Kernel values of products of scaled samples, in place.
+
+        Args:
+            products: x z of scaled samples; of "rbf" less half of the squares of both.
+        """
+        if self.name == "rbf":
+            return products.exp_()
+        if self.name == "poly":
+            return products.add_(self.coef0).pow_(self.degree)
+        if self.name == "sigmoid":
+            return products.add_(self.coef0).tanh_()
+        return products
+
+
+class Samples(Protocol):
+    """Samples prepared for a kernel, in one precision: the rows or the columns of blocks."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, which: Indices) -> Samples:
+        """A copy of some of them, in this order."""
+        ...
+
+    def block(self, first: int, last: int, others: Any) -> Tensor:
+        """Kernel values [last - first, others]; valid until the next block is asked for.
+
+        Args:
+            others: What `columns` of such samples has returned.
+        """
+        ...
+
+    def columns(self) -> Any:
+        """These samples as the columns of blocks."""
+        ...
+
+
+class DenseSamples:
+    """Scaled samples [n, m]; of "rbf" with two more columns, so that a product is the exponent."""
+
+    def __init__(self, kernel: Kernel, values: Tensor) -> None:
+        self.kernel = kernel
+        self.values = values
+        self._room = torch.empty(0, dtype=values.dtype)
+
+    @classmethod
+    def prepare(
+        cls, kernel: Kernel, rows: Array, dtype: torch.dtype, shift: Array | None
+    ) -> DenseSamples:
+        """Scale samples.
+
+        Args:
+            rows: float64 [n, m].
+            shift: Subtracted from each, [m]: distances stay, and their rounding errors shrink.
+        """
+        count, width = rows.shape
+        more = 2 if kernel.name == "rbf" else 0
+        values = torch.empty(count, width + more, dtype=dtype)
+        for first in range(0, count, CHUNK):
+            part = torch.from_numpy(rows[first : first + CHUNK])
+            if shift is not None:
+                part = part - torch.from_numpy(shift)
+            part = part * kernel.scale
+            stretch = values[first : first + CHUNK]
+            stretch[:, :width] = part
+            if more:
+                # Of what has been rounded: the distance of a sample from itself is nothing.
+                stretch[:, width] = stretch[:, :width].double().square().sum(1) / -2
+                stretch[:, width + 1] = 1.0
+        return cls(kernel, values)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def take(self, which: Indices) -> DenseSamples:
+        return DenseSamples(self.kernel, self.values[torch.from_numpy(which)])
+
+    def columns(self) -> Tensor:
+        if self.kernel.name != "rbf":
+            return self.values.T
+        return torch.cat([self.values[:, :-2], self.values[:, -2:].flip(1)], dim=1).T
+
+    def block(self, first: int, last: int, others: Tensor) -> Tensor:
+        wanted = (last - first) * others.shape[1]
+        if self._room.numel() < wanted:
+            self._room = torch.empty(wanted, dtype=self.values.dtype)
+        out = self._room[:wanted].view(last - first, others.shape[1])
+        if others.shape[1] <= FEW:
+            products_by_row(
+                self.values[first:last].numpy(), others.T.contiguous().numpy(), out.numpy()
+            )
+        else:
+            torch.mm(self.values[first:last], others, out=out)
+        return self.kernel.of_products(out)
+
+
+class SparseSamples:
+    """Scaled samples in compressed rows."""
+
+    def __init__(self, kernel: Kernel, rows: sparse.csr_matrix, dtype: torch.dtype) -> None:
+        self.kernel = kernel
+        self.rows = rows
+        self.dtype = dtype
+        squares = np.asarray(rows.multiply(rows).sum(axis=1), dtype=np.float64).ravel()
+        self._halves = (squares / -2).astype(rows.dtype)
+        if kernel.name != "rbf":
+            self._halves[:] = 0
+        self._room = np.empty(0, dtype=rows.dtype)
+
+    @classmethod
+    def prepare(cls, kernel: Kernel, rows: sparse.csr_matrix, dtype: torch.dtype) -> SparseSamples:
+        kind = np.float32 if dtype == torch.float32 else np.float64
+        scaled = sparse.csr_matrix(
+            ((rows.data * kernel.scale).astype(kind), rows.indices, rows.indptr), shape=rows.shape
+        )
+        return cls(kernel, scaled, dtype)
+
+    def __len__(self) -> int:
+        return int(self.rows.shape[0])
+
+    def take(self, which: Indices) -> SparseSamples:
+        return SparseSamples(self.kernel, self.rows[which], self.dtype)
+
+    def columns(self) -> PackedColumns:
+        return pack_columns(self.rows, self._halves)
+
+    def block(self, first: int, last: int, others: PackedColumns) -> Tensor:
+        count = len(others.start)
+        wanted = (last - first) * count
+        if self._room.size < wanted:
+            self._room = np.empty(wanted, dtype=self.rows.dtype)
+        out = self._room[:wanted].reshape(last - first, count)
+        scaled_products(self.rows, self._halves, first, last, others, out)
+        return self.kernel.of_products(torch.from_numpy(out))
+
+
+class CalledSamples:
+    """Samples of a kernel that is the user's own function."""
+
+    def __init__(self, kernel: Kernel, rows: Matrix) -> None:
+        self.kernel = kernel
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return int(self.rows.shape[0])
+
+    def take(self, which: Indices) -> CalledSamples:
+        return CalledSamples(self.kernel, self.rows[which])
+
+    def columns(self) -> Matrix:
+        return self.rows
+
+    def block(self, first: int, last: int, others: Matrix) -> Tensor:
+        assert self.kernel.function is not None
+        values = self.kernel.function(self.rows[first:last], others)
+        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64))
+
+
+def prepare_samples(
+    kernel: Kernel, rows: Matrix, dtype: torch.dtype, shift: Array | None = None
+) -> Samples:
+    """Samples as rows or columns of blocks of kernel values.
+
+    Args:
+        rows: [n, m], dense or compressed rows, float64.
+        dtype: Of the blocks; a function of the user's gets and returns float64.
+        shift: Of dense samples under "rbf": what is subtracted from each, [m].
+    """
+    if kernel.name == "callable":
+        return CalledSamples(kernel, rows)
+    if sparse.issparse(rows):
+        return SparseSamples.prepare(kernel, rows, dtype)
+    return DenseSamples.prepare(kernel, rows, dtype, shift if kernel.name == "rbf" else None)
+
+
+def weighted_sums(samples: Samples, others: Samples, weights: Array) -> Array:
+    """sum over k of weights_k K(x, z_k) for each x of `samples`, float64 [n].
+
+    Of a few others (`FEW`) every sum is that of its own sample, operation by operation: no other
+    sample, and no rank that has more or fewer of them, changes a bit of it.
+    """
+    result = np.zeros(len(samples))
+    for start in range(0, len(weights), CHUNK):
+        some = (
+            others
+            if len(weights) <= CHUNK
+            else others.take(np.arange(start, min(start + CHUNK, len(weights))))
+        )
+        columns = some.columns()
+        factors = weights[start : start + CHUNK]
+        for first in range(0, len(samples), CHUNK):
+            last = min(first + CHUNK, len(samples))
+            result[first:last] += _sums(samples.block(first, last, columns), factors)
+    return result
+
+
+def _sums(block: Tensor, weights: Array) -> Array:
+    if len(weights) > FEW:
+        return torch.mv(block, torch.from_numpy(weights).to(block.dtype)).double().numpy()
+    total = torch.zeros(len(block), dtype=torch.float64)
+    for values, weight in zip(block.T, weights, strict=True):
+        total += values * weight
+    return total.numpy()
+
+
+def kernel_matrix(
+    kernel: Kernel, rows: Matrix, others: Matrix, shift: Array | None = None
+) -> Array:
+    """Kernel values of a few samples with a few others, float64 [n, k]."""
+    columns = prepare_samples(kernel, others, torch.float64, shift).columns()
+    left = prepare_samples(kernel, rows, torch.float64, shift)
+    result = np.empty((len(left), others.shape[0]))
+    for first in range(0, len(left), CHUNK):
+        last = min(first + CHUNK, len(left))
+        result[first:last] = left.block(first, last, columns).numpy()
+    return result

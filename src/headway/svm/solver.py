@@ -1,0 +1,560 @@
+"""The dual problem of a support vector machine over all ranks: working sets, updates, the end.
+
+    minimise  1/2 sum_ij a_i a_j y_i y_j K_ij - sum_i a_i,   0 <= a_i <= C_i,   sum_i a_i y_i = 0
+
+Each rank has a stretch of the samples. With gamma_k = sum_j a_j y_j K_jk - y_k, y a of a sample may
+rise where gamma is low and sink where it is high; the problem is solved when the highest gamma that
+may sink is no more than `tolerance` above the lowest that may rise (Keerthi et al. 2001; libsvm's
+test). An outer step:
+
+1. every rank proposes its samples that violate most; all choose the same working set;
+2. the owners give the rows of what is new in it, and every rank solves the small problem;
+3. every rank brings gamma of its active samples up to date, by the multipliers that changed.
+
+With a working set of two this is the algorithm of Vishnu et al. (2015), iterate for iterate the
+same for any number of ranks. Nothing of an update is kept: no kernel row, no matrix.
+
+Gamma is *made anew* before the end: in float64, of all samples, by what has changed since it was
+last exact (`ring` of `peers.py`). A solution counts only if it holds for this gamma.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from headway.svm.arrays import Array, Indices, Mask, Matrix, stack_rows
+from headway.svm.elimination import (
+    ADAPTIVE,
+    Elimination,
+    EliminationClock,
+    Prediction,
+    RemainingWork,
+)
+from headway.svm.kernels import (
+    CHUNK,
+    FEW,
+    Kernel,
+    Samples,
+    kernel_matrix,
+    prepare_samples,
+    weighted_sums,
+)
+from headway.svm.pair_solver import solve_pairs
+from headway.svm.peers import Peers
+
+STOP, SAVE = 1, 2
+"""Votes of a rank; what one rank votes for, all do."""
+_PATIENCE = 3
+"""Reconstructions after which updates are made in float64."""
+_MOST_STEPS_PER_MEMBER = 100
+_EXACT_ROWS = 16 * CHUNK
+
+
+@dataclass(frozen=True)
+class Share:
+    """The samples of one rank.
+
+    Attributes:
+        rows: float64 [n, m], dense or compressed rows.
+        labels: +1 or -1, [n].
+        bounds: C of each sample, above 0, [n].
+        first: Number of the first one among those of all ranks.
+        total: Samples of all ranks.
+    """
+
+    rows: Matrix
+    labels: Array
+    bounds: Array
+    first: int
+    total: int
+
+
+@dataclass(frozen=True)
+class SolverOptions:
+    """How a problem is solved.
+
+    Attributes:
+        tolerance: Largest violation of a solution.
+        working_set: Samples that are solved for at once: 2 (the paper's) to 1,024.
+        rule: When samples are set aside.
+        most_steps: Steps of pairs after which an unfinished machine is returned; -1: libsvm's
+            limit, ten million or a hundred for each sample.
+        second_order: How the second sample of a pair is chosen; see `solve_pairs`.
+    """
+
+    kernel: Kernel
+    tolerance: float = 1e-3
+    working_set: int = 512
+    rule: Elimination = ADAPTIVE
+    most_steps: int = -1
+    second_order: bool = True
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is after an outer step; the same on all ranks.
+
+    Attributes:
+        violation: Of the active samples, before the step.
+        active: Samples that take part in updates.
+        support: Multipliers that are not zero.
+        values: Kernel values that all ranks have computed.
+        steps: Of pairs.
+        outer: Outer steps.
+        seconds: Since the beginning.
+        remaining: Seconds until the end, as far as one can tell.
+        votes: What ranks have voted for.
+    """
+
+    violation: float
+    active: int
+    support: int
+    values: int
+    steps: int
+    outer: int
+    seconds: float
+    remaining: float
+    votes: int
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Multipliers of this rank's samples, and facts about all.
+
+    Attributes:
+        alpha: [n].
+        gamma: [n], made anew where the run has finished.
+        offset: Subtracted from the sum over support vectors (libsvm's rho).
+        violation: Largest violation over all samples.
+        objective: Of the dual problem.
+        finished: Whether the violation is below the tolerance.
+        reconstructions: How often gamma was made anew.
+        predictions: Of the rule "adaptive", one for each test.
+    """
+
+    alpha: Array
+    gamma: Array
+    offset: float
+    violation: float
+    objective: float
+    finished: bool
+    steps: int
+    outer: int
+    values: int
+    reconstructions: int
+    predictions: tuple[Prediction, ...]
+
+
+@dataclass
+class _Active:
+    """The samples of this rank that take part in updates, packed."""
+
+    places: Indices  # among the rank's samples
+    samples: Samples
+    labels: Array
+    bounds: Array
+    alpha: Array
+    gamma: Array
+
+    def sides(self) -> tuple[Array, Array]:
+        """Gamma where y a may rise, else infinity; where it may sink, else -infinity."""
+        positive = self.labels > 0
+        below, above = self.alpha < self.bounds, self.alpha > 0
+        rising = np.where(np.where(positive, below, above), self.gamma, np.inf)
+        sinking = np.where(np.where(positive, above, below), self.gamma, -np.inf)
+        return rising, sinking
+
+
+@dataclass
+class _WorkingSet:
+    """Samples that are solved for at once, known to all ranks."""
+
+    numbers: Indices
+    labels: Array
+    bounds: Array
+    alpha: Array
+    gamma: Array
+    rows: Matrix
+    fresh: int = 0  # the first ones are new
+
+    def take(self, which: Indices) -> _WorkingSet:
+        return _WorkingSet(
+            self.numbers[which], self.labels[which], self.bounds[which], self.alpha[which],
+            self.gamma[which], self.rows[which],
+        )  # fmt: skip
+
+
+@dataclass
+class _Counts:
+    steps: int = 0
+    outer: int = 0
+    values: float = 0.0  # of this rank
+    rows: int = 0
+    reconstructions: int = 0
+    began: float = field(default_factory=time.monotonic)
+
+
+_HEAD = 7  # extremes, active, support, values, votes, moved
+
+
+class Solver:
+    """Solves a problem; `run` is to be iterated over to the end, by all ranks.
+
+    Attributes:
+        vote: STOP or SAVE, of this rank; it counts from the next step on.
+    """
+
+    def __init__(
+        self, share: Share, options: SolverOptions, peers: Peers, alpha: Array | None = None
+    ) -> None:
+        self.vote = 0
+        self._share, self._options, self._peers = share, options, peers
+        self._alpha = np.zeros(len(share.labels)) if alpha is None else alpha.copy()
+        self._exact_alpha = np.zeros(len(share.labels))
+        self._gamma = -share.labels.copy()
+        self._exact_gamma = -share.labels.copy()
+        self._clock = EliminationClock(options.rule, share.total)
+        self._work = RemainingWork(options.tolerance, share.total)
+        self._counts = _Counts()
+        self._shift = self._mean()
+        pairs = options.working_set <= FEW
+        self._dtype = torch.float64 if pairs else torch.float32
+        self._all = self._prepare()
+        self._active = self._activate(None)
+        self._before: _WorkingSet | None = None
+        self._violation = np.inf
+        self._unverified = False
+        if self._peers.sum(np.array([float(self._alpha.any())]), "the beginning")[0]:
+            self._reconstruct()
+
+    def run(self) -> Iterator[Progress]:
+        """Solve; a progress after every outer step."""
+        options = self._options
+        most = (
+            options.most_steps if options.most_steps >= 0 else max(10**7, 100 * self._share.total)
+        )
+        while True:
+            rising, sinking = self._active.sides()
+            heads, ups, downs = self._propose(rising, sinking)
+            lowest, highest = heads[:, 0].min(), heads[:, 1].max()
+            self._violation = float(highest - lowest)
+            votes = int(np.bitwise_or.reduce(heads[:, 5].astype(int)))
+            if votes & STOP or self._counts.steps >= most:
+                return
+            if self._violation <= options.tolerance:
+                if not self._unverified and int(heads[:, 2].sum()) == self._share.total:
+                    return
+                self._reconstruct()
+                continue
+            self._work.note(self._violation, self._counts.rows)
+            if self._clock.due(self._counts.steps):
+                moved = int(heads[:, 6].sum())
+                if self._eliminate(rising, sinking, lowest, highest, moved):
+                    continue  # what was proposed may have been set aside
+            chosen = self._choose(ups, downs, lowest, highest)
+            self._solve(chosen)
+            yield self._progress(heads, votes)
+
+    def solution(self) -> Solution:
+        """The multipliers now; collective."""
+        self._write_back()
+        if self._unverified or len(self._active.places) < len(self._alpha):
+            finished_places = self._peers.sum(
+                np.array([float(len(self._active.places) < len(self._alpha))]), "the solution"
+            )
+            if finished_places[0] or self._unverified:
+                self._reconstruct()
+        rising, sinking = self._active.sides()
+        ends = self._peers.gather(
+            np.array([rising.min(initial=np.inf), sinking.max(initial=-np.inf)]), "the solution"
+        )
+        lowest, highest = float(ends[:, 0].min()), float(ends[:, 1].max())
+        share = self._share
+        free = (self._alpha > 0) & (self._alpha < share.bounds)
+        sums = self._peers.sum(
+            np.array(
+                [
+                    self._gamma[free].sum(),
+                    free.sum(),
+                    (self._alpha * share.labels * self._gamma).sum() - self._alpha.sum(),
+                    self._counts.values,
+                ]
+            ),
+            "the solution",
+        )
+        offset = sums[0] / sums[1] if sums[1] else (lowest + highest) / 2
+        counts = self._counts
+        return Solution(
+            alpha=self._alpha.copy(),
+            gamma=self._gamma.copy(),
+            offset=float(offset),
+            violation=highest - lowest,
+            objective=float(sums[2]) / 2,
+            finished=highest - lowest <= self._options.tolerance,
+            steps=counts.steps,
+            outer=counts.outer,
+            values=int(sums[3]),
+            reconstructions=counts.reconstructions,
+            predictions=tuple(self._clock.predictions),
+        )
+
+    def state(self) -> Array:
+        """Multipliers of this rank's samples: all that a run needs to go on."""
+        self._write_back()
+        return self._alpha.copy()
+
+    def _mean(self) -> Array | None:
+        """The mean of all samples, where they are dense."""
+        rows = self._share.rows
+        if self._options.kernel.name != "rbf" or not isinstance(rows, np.ndarray):
+            return None
+        mean: Array = self._peers.sum(rows.sum(axis=0), "the mean") / self._share.total
+        return mean
+
+    def _prepare(self) -> Samples:
+        return prepare_samples(self._options.kernel, self._share.rows, self._dtype, self._shift)
+
+    def _activate(self, places: Indices | None) -> _Active:
+        """Take up these samples of the rank, all where None."""
+        share = self._share
+        if places is None:
+            return _Active(
+                np.arange(len(share.labels)), self._all, share.labels, share.bounds,
+                self._alpha.copy(), self._gamma.copy(),
+            )  # fmt: skip
+        return _Active(
+            places, self._all.take(places), share.labels[places], share.bounds[places],
+            self._alpha[places], self._gamma[places],
+        )  # fmt: skip
+
+    def _write_back(self) -> None:
+        self._alpha[self._active.places] = self._active.alpha
+        self._gamma[self._active.places] = self._active.gamma
+
+    def _propose(self, rising: Array, sinking: Array) -> tuple[Array, Array, Array]:
+        """What every rank knows, and its samples that violate most.
+
+        Returns:
+            [ranks, _HEAD]; [candidates, 6] that may rise; the same that may sink: gamma, number,
+            multiplier, label, bound, rank.
+        """
+        half = max(self._options.working_set // 2, 1)
+        active = self._active
+        own = self._own_places()
+        up, down = rising, sinking
+        if len(own):
+            up, down = rising.copy(), sinking.copy()
+            up[own], down[own] = np.inf, -np.inf
+        ups = _lowest(up, half)
+        downs = _lowest(-down, half)
+        moved = np.count_nonzero(active.alpha != self._exact_alpha[active.places])
+        head = [
+            rising.min(initial=np.inf), sinking.max(initial=-np.inf), len(active.places),
+            np.count_nonzero(active.alpha), self._counts.values, self.vote, moved,
+        ]  # fmt: skip
+        message = np.full(_HEAD + 2 * half * 5, np.nan)
+        message[:_HEAD] = head
+        for start, which in ((0, ups), (half, downs)):
+            table = message[_HEAD:].reshape(2 * half, 5)[start : start + len(which)]
+            table[:, 0] = active.gamma[which]
+            table[:, 1] = active.places[which] + self._share.first
+            table[:, 2] = active.alpha[which]
+            table[:, 3] = active.labels[which]
+            table[:, 4] = active.bounds[which]
+        everyone = self._peers.gather(message, "the choice of a working set")
+        tables = everyone[:, _HEAD:].reshape(self._peers.ranks, 2, half, 5)
+        owners = np.broadcast_to(
+            np.arange(self._peers.ranks, dtype=np.float64)[:, None, None],
+            (*tables.shape[:1], half, 1),
+        )
+        sides = [
+            np.concatenate([tables[:, side], owners], axis=2).reshape(-1, 6) for side in (0, 1)
+        ]
+        return everyone[:, :_HEAD], *(side[~np.isnan(side[:, 0])] for side in sides)
+
+    def _own_places(self) -> Indices:
+        """Which active samples of this rank stay in the working set."""
+        if self._before is None:
+            return np.zeros(0, dtype=np.int64)
+        local = self._before.numbers - self._share.first
+        local = local[(local >= 0) & (local < len(self._alpha))]
+        return self._among_active(local)
+
+    def _among_active(self, local: Indices) -> Indices:
+        places = self._active.places
+        if len(places) == len(self._alpha):
+            return local
+        found = np.searchsorted(places, local)
+        inside = found < len(places)
+        inside[inside] = places[found[inside]] == local[inside]
+        return found[inside]
+
+    def _choose(self, ups: Array, downs: Array, lowest: float, highest: float) -> _WorkingSet:
+        """The next working set: those that violate most, and what was new in the last one."""
+        kept = self._before
+        room = self._options.working_set - (0 if kept is None else len(kept.numbers))
+        ups = _ranked(ups[ups[:, 0] < highest])
+        downs = _ranked(downs[downs[:, 0] > lowest] * [-1.0, 1, 1, 1, 1, 1])
+        downs[:, 0] *= -1
+        half = room // 2
+        # Where one side has fewer, the other has more.
+        count_up = min(len(ups), max(half, room - len(downs)))
+        ups = ups[:count_up]
+        # A free sample may be wanted for both sides.
+        downs = downs[~np.isin(downs[:, 1], ups[:, 1])]
+        chosen = np.concatenate([ups, downs[: room - count_up]])
+        own = chosen[chosen[:, 5] == self._peers.rank, 1].astype(np.int64) - self._share.first
+        rows = self._peers.gather_rows(self._share.rows[own], "the samples of a working set")
+        order = np.argsort(chosen[:, 5], kind="stable")  # as the rows have come
+        fresh = chosen[order]
+        made = _WorkingSet(
+            fresh[:, 1].astype(np.int64), fresh[:, 3], fresh[:, 4], fresh[:, 2], fresh[:, 0], rows,
+            fresh=len(fresh),
+        )  # fmt: skip
+        back = np.argsort(order, kind="stable")
+        made = made.take(back)
+        made.fresh = len(back)
+        return made if kept is None else _joined(made, kept)
+
+    def _solve(self, chosen: _WorkingSet) -> None:
+        """Solve for a working set, and bring gamma of the active samples up to date."""
+        options, counts = self._options, self._counts
+        matrix = kernel_matrix(options.kernel, chosen.rows, chosen.rows, self._shift)
+        before = chosen.alpha.copy()
+        counts.steps += solve_pairs(
+            matrix, chosen.labels, chosen.bounds, chosen.alpha, chosen.gamma,
+            max(options.tolerance / 2, self._violation / 10),
+            _MOST_STEPS_PER_MEMBER * len(before) if options.working_set > 2 else 1,
+            options.second_order,
+        )  # fmt: skip
+        counts.outer += 1
+        self._unverified = True
+        changed = np.flatnonzero(chosen.alpha != before)
+        columns = prepare_samples(options.kernel, chosen.rows[changed], self._dtype, self._shift)
+        weights = ((chosen.alpha - before) * chosen.labels)[changed]
+        active = self._active
+        active.gamma += weighted_sums(active.samples, columns, weights)
+        counts.values += len(active.gamma) * len(changed) + matrix.size / self._peers.ranks
+        counts.rows += len(changed)
+        # Of the members the small problem knows both exactly.
+        local = chosen.numbers - self._share.first
+        mine = np.flatnonzero((local >= 0) & (local < len(self._alpha)))
+        places = self._among_active(local[mine])
+        active.alpha[places] = chosen.alpha[mine]
+        active.gamma[places] = chosen.gamma[mine]
+        half = self._options.working_set // 2
+        keep = min(chosen.fresh, half) if self._options.working_set > 2 else 0
+        self._before = chosen.take(np.arange(keep)) if keep else None
+
+    def _eliminate(
+        self, rising: Array, sinking: Array, lowest: float, highest: float, moved: int
+    ) -> bool:
+        """Set aside what cannot be part of a violating pair, if the rule says so; collective."""
+        aside = _beyond(rising, sinking, lowest, highest)
+        removed, active = (
+            int(value)
+            for value in self._peers.sum(
+                np.array([aside.sum(), len(aside)], dtype=np.float64), "the elimination"
+            )
+        )
+        worth = self._clock.worth(removed=removed, active=active, moved=moved, work=self._work)
+        if not worth:
+            self._clock.tested(self._counts.steps, active)
+            return False
+        self._clock.tested(self._counts.steps, active - removed)
+        self._write_back()
+        self._active = self._activate(self._active.places[~aside])
+        if self._before is not None:
+            kept = self._before
+            side = _Active(
+                kept.numbers, self._all, kept.labels, kept.bounds, kept.alpha, kept.gamma
+            ).sides()
+            self._before = kept.take(np.flatnonzero(~_beyond(*side, lowest, highest)))
+        return True
+
+    def _reconstruct(self) -> None:
+        """Make gamma of all samples anew, by what has changed since it was exact; collective.
+
+        In float64. What ranks have changed travels round a ring, while gamma is summed up.
+        """
+        self._write_back()
+        share, counts = self._share, self._counts
+        moved = np.flatnonzero(self._alpha != self._exact_alpha)
+        weights = ((self._alpha - self._exact_alpha) * share.labels)[moved]
+        for rows, factors in self._peers.ring(share.rows[moved], weights, "the reconstruction"):
+            columns = prepare_samples(self._options.kernel, rows, torch.float64, self._shift)
+            for first in range(0, len(share.labels), _EXACT_ROWS):
+                stretch = slice(first, first + _EXACT_ROWS)
+                samples = prepare_samples(
+                    self._options.kernel, share.rows[stretch], torch.float64, self._shift
+                )
+                self._exact_gamma[stretch] += weighted_sums(samples, columns, factors)
+            counts.values += len(share.labels) * len(factors)
+        self._exact_alpha = self._alpha.copy()
+        self._gamma = self._exact_gamma.copy()
+        counts.reconstructions += 1
+        self._clock.reconstructed(counts.steps)
+        self._work.restart()
+        if counts.reconstructions == _PATIENCE and self._dtype == torch.float32:
+            # The rounding of updates is what keeps it from the end.
+            self._dtype = torch.float64
+            self._all = self._prepare()
+        self._active = self._activate(None)
+        self._before = None
+        self._unverified = False
+
+    def _progress(self, heads: Array, votes: int) -> Progress:
+        counts = self._counts
+        seconds = time.monotonic() - counts.began
+        return Progress(
+            violation=self._violation,
+            active=int(heads[:, 2].sum()),
+            support=int(heads[:, 3].sum()),
+            values=int(heads[:, 4].sum()),
+            steps=counts.steps,
+            outer=counts.outer,
+            seconds=seconds,
+            remaining=self._work.rows() / max(counts.rows, 1) * seconds,
+            votes=votes,
+        )
+
+
+def _beyond(rising: Array, sinking: Array, lowest: float, highest: float) -> Mask:
+    """What cannot be part of a violating pair: it may move in one way, and nobody can follow."""
+    only_up, only_down = np.isneginf(sinking), np.isposinf(rising)
+    return np.where(only_up, rising > highest, False) | np.where(only_down, sinking < lowest, False)
+
+
+def _lowest(values: Array, count: int) -> Indices:
+    """Places of the lowest finite values, at most `count` of them."""
+    if count == 1 and len(values):
+        best = int(values.argmin())
+        return np.array([best] if np.isfinite(values[best]) else [], dtype=np.int64)
+    found: Indices = (
+        np.arange(len(values))
+        if len(values) <= count
+        else np.argpartition(values, count - 1)[:count]
+    )
+    return found[np.isfinite(values[found])]
+
+
+def _ranked(candidates: Array) -> Array:
+    """By gamma, then by number."""
+    return candidates[np.lexsort((candidates[:, 1], candidates[:, 0]))]
+
+
+def _joined(one: _WorkingSet, other: _WorkingSet) -> _WorkingSet:
+    return _WorkingSet(
+        np.concatenate([one.numbers, other.numbers]),
+        np.concatenate([one.labels, other.labels]),
+        np.concatenate([one.bounds, other.bounds]),
+        np.concatenate([one.alpha, other.alpha]),
+        np.concatenate([one.gamma, other.gamma]),
+        stack_rows([one.rows, other.rows]),
+        fresh=one.fresh,
+    )
