@@ -222,8 +222,7 @@ class Solver:
         self._work = RemainingWork(options.tolerance, share.total)
         self._counts = _Counts()
         self._shift = self._mean()
-        pairs = options.working_set <= FEW
-        self._dtype = torch.float64 if pairs else torch.float32
+        self._dtype = torch.float64 if options.working_set <= FEW else torch.float32
         self._all = self._prepare()
         self._active = self._activate(None)
         self._before: _WorkingSet | None = None
@@ -309,9 +308,11 @@ class Solver:
         return self._alpha.copy()
 
     def _mean(self) -> Array | None:
-        """The mean of all samples, where they are dense."""
+        """The mean of all samples, where they are dense: distances from it round less."""
         rows = self._share.rows
-        if self._options.kernel.name != "rbf" or not isinstance(rows, np.ndarray):
+        pairs = self._options.working_set <= FEW
+        # The last bit of a sum over ranks depends on their number, and that of pairs must not.
+        if self._options.kernel.name != "rbf" or not isinstance(rows, np.ndarray) or pairs:
             return None
         mean: Array = self._peers.sum(rows.sum(axis=0), "the mean") / self._share.total
         return mean
