@@ -163,7 +163,8 @@ def ranks(of: str, rounds: int) -> None:
         print(
             f"  one rank {alone['wall']:.2f} s ({alone['cpu']:.2f} CPU s), two {wall:.2f} s "
             f"({cpu:.2f} CPU s each), {both[0]['outer']} outer steps, "
-            f"{both[0]['sent'] / 1e6:.1f} MB sent; objectives differ by {abs(alone['objective'] / both[0]['objective'] - 1):.1e}"
+            f"{both[0]['sent'] / 1e6:.1f} MB sent; objectives differ by "
+            f"{abs(alone['objective'] / both[0]['objective'] - 1):.1e}"
         )
     print(
         f"  two ranks are {statistics.median(ratios):.2f} times as fast ({min(ratios):.2f} to "
