@@ -36,7 +36,7 @@ from headway.run.distributed.failure_record import (
 )
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World, translate_exception
-from headway.run.training.loop import StopRequest
+from headway.run.training.stop_request import StopRequest
 
 RANK_1 = replace(LaunchEnv(), rank=1, ranks=2, attempt=3)
 

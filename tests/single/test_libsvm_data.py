@@ -115,7 +115,7 @@ def test_comments_blank_lines_and_ends_of_lines(tmp_path):
     assert dense(found.rows).tolist() == [[2, 0, 4], [0, 0, 0], [0, 10, 0], [0, 0, 0]]
 
 
-@pytest.mark.parametrize("block", [7, 64, 2**24])
+@pytest.mark.parametrize("block", [7, 64, 2**22])
 @pytest.mark.parametrize("ending", ["", ".gz"])
 def test_every_line_is_read_by_one_rank(ending, block, tmp_path, monkeypatch):
     monkeypatch.setattr(libsvm_data, "_BLOCK", block)
@@ -138,6 +138,7 @@ def test_columns_are_those_of_all_ranks_and_of_other_files(tmp_path):
     path = written(tmp_path / "n", "1 1:1\n-1 2:1\n1 9:3\n-1 1:1\n")
     assert [part.rows.shape[1] for part in on_ranks(path, 3)] == [9, 9, 9]
     assert count_columns(path, Peers()) == 9
+    assert [size.labels for size in data_sizes(path, 2)] == [(1, -1), (1, -1)]
     assert load_rows(path, Peers(), columns=12).rows.shape == (4, 12)
     assert load_rows(path, Peers(), columns=2).rows.shape == (4, 9)
 

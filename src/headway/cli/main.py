@@ -42,6 +42,12 @@ TASKS = {
             "my_module:recipe --processes 2",
         ),
         Command(
+            "train svm",
+            "svm:train_svm",
+            "Train a support vector machine on a file in libsvm's format.",
+            "data.libsvm --processes 4 --C 10 --gamma 0.5",
+        ),
+        Command(
             "verify",
             "verify:verify",
             "Compare a split run with the serial run.",
@@ -62,6 +68,12 @@ TASKS = {
             "plan.search:search_plans",
             "Find plans for a recipe on a cluster; also `headway plan RECIPE`.",
             "my_module:recipe --cluster dgx-a100 --out plan.json",
+        ),
+        Command(
+            "plan svm",
+            "plan.support_vectors:plan_svm",
+            "Memory and time of a support vector machine on so many ranks.",
+            "--rows 11000000 --columns 28 --cluster dgx-a100",
         ),
         Command(
             "explain",
@@ -250,24 +262,35 @@ def run_command(words: list[str]) -> int:
     if words[0] == "plan" and len(words) > 1 and _is_recipe(words[1]):
         words = ["plan", "search", *words[1:]]
     _check_command(words)
-    if {"--help", "-h"} & set(words) and (asked := _command_of(words)) is not None:
+    asked = _command_of(words)
+    if {"--help", "-h"} & set(words) and asked is not None:
         say(f"Example: {f'headway {asked.words} {asked.example}'.rstrip()}\n")
     from cyclopts import CycloptsError
 
+    given = words
+    if asked is not None and _is_double(asked):
+        words = [asked.words, *words[len(asked.words.split()) :]]
     try:
         # cyclopts would print its own error otherwise, and end the process with the result.
         result = build_app()(
             words, exit_on_error=False, print_error=False, result_action="return_value"
         )
     except CycloptsError as error:
-        raise _usage_error(error, words) from error
+        raise _usage_error(error, given) from error
     # Commands that either succeed or raise return nothing.
     return result if isinstance(result, int) else 0
 
 
 def _command_of(words: list[str]) -> Command | None:
-    """The command that the words begin with."""
-    return next((c for c in COMMANDS if words[: len(c.words.split())] == c.words.split()), None)
+    """The command that the words begin with; the longest one: "train svm" is no recipe "svm"."""
+    found = [c for c in COMMANDS if words[: len(c.words.split())] == c.words.split()]
+    return max(found, key=lambda command: len(command.words), default=None)
+
+
+def _is_double(command: Command) -> bool:
+    """Whether a command's first word is a command as well: for the parser it is one word."""
+    outer = command.words.rpartition(" ")[0]
+    return bool(outer) and outer not in GROUPS
 
 
 def _is_recipe(word: str) -> bool:
@@ -314,7 +337,7 @@ def build_app() -> App:
         app.command(group)
     for command in COMMANDS:
         outer, _, name = command.words.rpartition(" ")
-        parent = groups[outer] if outer else app
+        parent, name = (groups[outer], name) if outer in groups else (app, command.words)
         target = f"headway.cli.{command.target}"
         parent.command(target, name=name, help=command.help, help_format="plaintext")
     return app
