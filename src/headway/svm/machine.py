@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from scipy import sparse
 
+from headway.errors import DataError
 from headway.svm.arrays import Array, Indices, Matrix
 from headway.svm.kernels import CHUNK, Kernel, prepare_samples
 
@@ -59,8 +60,9 @@ class Machine:
         counts: Support vectors of each class, [k].
         coefficients: alpha y, [k - 1, s].
         offsets: Subtracted from the sums (libsvm's rho), one for each pair, [k (k - 1) / 2].
+        finished: Whether every pair was solved to the tolerance.
         pairs: How each pair was solved, in the order (0, 1), (0, 2), ..., (k - 2, k - 1); fewer
-            than all where training was stopped.
+            than all where training was stopped, none where libsvm's format did not tell.
     """
 
     classes: NDArray[Any]
@@ -70,12 +72,8 @@ class Machine:
     counts: Indices
     coefficients: Array
     offsets: Array
-    pairs: tuple[PairFacts, ...]
-
-    @property
-    def finished(self) -> bool:
-        """Whether every pair was solved to the tolerance."""
-        return len(self.pairs) == len(self.offsets) and all(pair.finished for pair in self.pairs)
+    finished: bool = True
+    pairs: tuple[PairFacts, ...] = ()
 
     @property
     def violation(self) -> float:
@@ -103,7 +101,15 @@ class Machine:
 
         Args:
             rows: Samples [n, m], dense or compressed rows, as those of the training or not.
+
+        Raises:
+            DataError: Their columns are not those of the support vectors.
         """
+        if rows.shape[1] != self.rows.shape[1]:
+            raise DataError(
+                f"the samples have {rows.shape[1]} columns, and the support vectors "
+                f"{self.rows.shape[1]}"
+            )
         result = np.empty((rows.shape[0], len(self.offsets)))
         rows = _of_kind(rows, self.rows)
         for first in range(0, rows.shape[0], _ROWS):

@@ -126,8 +126,8 @@ def train_machine(
         factors: Weights of samples, multiplied with C, [n]; those of weight 0 take no part.
         classes: Labels of the classes in sorted order, the same on all ranks, at least two.
         observe: Called after every outer step.
-        save: Called with the state now and then, and at the end of a training that was stopped; on
-            all ranks.
+        save: Called with the state now and then, and at the end of an unfinished training;
+            on all ranks.
         resume: A state of this training (`TrainingState.digest`), given on rank 0 at least; of
             another one it is left aside.
         stop: Whether this rank wants to stop; asked after every outer step. What one rank wants,
@@ -188,9 +188,11 @@ class _Training:
                 before = self._solve(place, one, other, before)
             self.done.append(before)
             if self._anyone_stops():
-                self._save(self.done)
                 break
-        return self._machine()
+        machine = self._machine()
+        if not machine.finished:
+            self._save(self.done)
+        return machine
 
     def _finished(self, pair: PairState) -> bool:
         # By this training's tolerance: the one before may have had another.
@@ -307,6 +309,7 @@ class _Training:
             counts=np.bincount(codes, minlength=len(self.classes)),
             coefficients=table[:, order],
             offsets=offsets,
+            finished=len(self.done) == self._pairs and all(map(self._finished, self.done)),
             pairs=tuple(pair.facts for pair in self.done if pair.facts is not None),
         )
 
