@@ -12,7 +12,8 @@ from headway.cli.terminal.progress import RunDisplay
 from headway.errors import TIMEOUT_SECONDS, UsageError
 from headway.launch.restart_policy import RESTARTS
 from headway.run.distributed.launch_env import HEARTBEAT_TIMEOUT_SECONDS, LaunchEnv
-from headway.svm.job import MachineJob, MachineOutcome, MachineResult, train_file
+from headway.svm.file_training import MachineResult, train_file
+from headway.svm.job import MachineJob, MachineOutcome
 from headway.units import counted, format_bytes, format_number, parse_seconds
 
 

@@ -174,8 +174,8 @@ class _Content:
         counts, labels = np.zeros(5, dtype=np.int64), np.zeros(3)
         for block in self.blocks(part, parts):
             _measure(block, counts, labels)
-        *sizes, differing = counts.tolist()
-        return DataSize(*sizes, tuple(labels[:differing].tolist()))
+        lines, rows, entries, columns, differing = counts.tolist()
+        return DataSize(lines, rows, entries, columns, tuple(labels[:differing].tolist()))
 
     def blocks(self, part: int, parts: int) -> Iterator[NDArray[np.uint8]]:
         """The lines that begin in one of several parts of the bytes, whole lines at a time."""

@@ -349,7 +349,7 @@ class Solver:
         return _Active(
             places, self._all.take(places), share.labels[places], share.bounds[places],
             self._alpha[places], self._gamma[places],
-            aside=np.count_nonzero(self._alpha) - np.count_nonzero(self._alpha[places]),
+            aside=int(np.count_nonzero(self._alpha) - np.count_nonzero(self._alpha[places])),
         )  # fmt: skip
 
     def _write_back(self) -> None:
