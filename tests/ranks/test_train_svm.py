@@ -17,8 +17,8 @@ from sklearn.datasets import load_digits, make_classification
 from sklearn.svm import SVC
 
 from headway.report import write_report
-from headway.svm.libsvm_data import dump
 from headway.svm.model_files import load_machine
+from headway.svm.run.libsvm_data import dump
 from support.commands import (
     HEADWAY,
     TORCHRUN,

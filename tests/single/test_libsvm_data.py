@@ -14,9 +14,9 @@ from scipy import sparse
 from sklearn.datasets import dump_svmlight_file, load_svmlight_file
 
 from headway.errors import DocumentError
-from headway.svm import libsvm_data
-from headway.svm.libsvm_data import LabelledRows, count_columns, data_sizes, dump, load_rows
 from headway.svm.peers import Peers
+from headway.svm.run import libsvm_data
+from headway.svm.run.libsvm_data import LabelledRows, count_columns, data_sizes, dump, load_rows
 
 
 class Together(Peers):

@@ -9,12 +9,21 @@ from cyclopts import Parameter
 
 from headway.cli.terminal.console import exit_code, parse_option, say, say_json, warn
 from headway.cli.terminal.progress import RunDisplay
-from headway.errors import TIMEOUT_SECONDS, UsageError
+from headway.errors import TIMEOUT_SECONDS, MissingExtra, UsageError
 from headway.launch.restart_policy import RESTARTS
 from headway.run.distributed.launch_env import HEARTBEAT_TIMEOUT_SECONDS, LaunchEnv
-from headway.svm.file_training import MachineResult, train_file
-from headway.svm.job import MachineJob, MachineOutcome
 from headway.units import counted, format_bytes, format_number, parse_seconds
+
+try:
+    from headway.svm.run.file_training import MachineResult, train_file
+    from headway.svm.run.job import MachineJob, MachineOutcome
+except ModuleNotFoundError as error:
+    if error.name != "numba":
+        raise
+    raise MissingExtra(
+        "headway train svm needs the package numba, which is not installed",
+        fix="pip install 'headway[svm]'",
+    ) from None
 
 
 def train_svm(

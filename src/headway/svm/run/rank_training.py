@@ -21,13 +21,13 @@ from headway.run.training.run_directory import RunDirectory, describe_environmen
 from headway.run.training.stop_request import StopRequest
 from headway.svm.arrays import Array, Indices
 from headway.svm.elimination import find_rule
-from headway.svm.job import MachineJob, MachineOutcome
-from headway.svm.journal import MachineJournal
 from headway.svm.kernels import Kernel, KernelName
-from headway.svm.libsvm_data import LabelledRows, count_columns, load_rows
 from headway.svm.machine import Machine
 from headway.svm.model_files import save_machine
 from headway.svm.peers import Peers
+from headway.svm.run.job import MachineJob, MachineOutcome
+from headway.svm.run.journal import MachineJournal
+from headway.svm.run.libsvm_data import LabelledRows, count_columns, load_rows
 from headway.svm.state_files import StateFiles
 from headway.svm.training import (
     TrainingOptions,
