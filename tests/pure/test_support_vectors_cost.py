@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 
+from headway.cli.main import main
 from headway.cluster.link import Link
 from headway.cost.device import DeviceModel
 from headway.cost.machines import Machine
@@ -136,3 +138,67 @@ def test_fewest_ranks_is_the_first_that_fits():
     assert (before, at) == (False, True)
     # Every rank has the machine at the end.
     assert fewest_ranks(DENSE, memory=PROCESS_BYTES + 1e8, support=(0.1, 0.2)) is None
+
+
+# -- headway plan svm ------------------------------------------------------------------------------
+
+
+def planned(capsys, *words: str) -> str:
+    assert main(["plan", "svm", *words]) == 0
+    return capsys.readouterr().out
+
+
+HIGGS = ("--rows", "11000000", "--columns", "28", "--cluster", "dgx-a100")
+URL = ("--rows", "2400000", "--columns", "3200000", "--nonzeros", "115", "--cluster", "cpu")
+
+
+@pytest.mark.parametrize("words", [HIGGS, URL], ids=["HIGGS", "URL"])
+def test_the_command_tells_memory_time_and_what_binds(words, capsys):
+    said = planned(capsys, *words)
+    for text in ("samples x", "kernel values", "all-gather of candidates", "all-gather of rows",
+                 "support vectors", "scaled copy", "whole fit", "it fits on 1 rank",
+                 "assumed:"):  # fmt: skip
+        assert text in said
+    facts = json.loads(planned(capsys, *words, "--json"))
+    assert facts["fewest_ranks"] == 1
+    for plan in facts["ranks"]:
+        assert plan["step_seconds"] == pytest.approx(sum(plan["step"].values()))
+        assert plan["bound_by"] == max(plan["step"], key=plan["step"].get)
+        most = (
+            sum(plan["memory"].values())
+            + plan["bytes_per_support_vector"] * (plan["support_vectors"][1])
+        )
+        assert plan["most_bytes"] == pytest.approx(most)
+        assert plan["fits"] == (plan["most_bytes"] <= facts["memory_bytes"])
+        assert plan["seconds"][0] <= plan["seconds"][1]
+
+
+def test_the_command_says_how_many_ranks_it_takes(capsys):
+    words = (*HIGGS, "--nodes", "4", "--memory", "10 GiB", "--ranks", "1,2")
+    facts = json.loads(planned(capsys, *words, "--json"))
+    assert [plan["fits"] for plan in facts["ranks"]] == [False, False]
+    least = facts["fewest_ranks"]
+    assert f"it fits on none of these; it does on {least} ranks" in planned(capsys, *words)
+    more = json.loads(planned(capsys, *words[:-1], f"{least - 1},{least}", "--json"))
+    assert [plan["fits"] for plan in more["ranks"]] == [False, True]
+    none = planned(capsys, *HIGGS, "--memory", "2 GiB")
+    assert "it fits on no number of ranks" in none
+    assert "too much" in none
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--rows", "1", "--columns", "0", "--cluster", "cpu"), "--columns 0: at least 1"),
+        ((*URL, "--nonzeros", "0"), "--nonzeros"),
+        ((*HIGGS, "--ranks", "16"), "the cluster has 8 ranks"),
+        ((*HIGGS, "--ranks", "0"), "--ranks: at least 1"),
+        ((*HIGGS, "--support", "0.4..0.2"), "--support: '0.4..0.2' is no share"),
+        ((*HIGGS, "--support", "a"), "--support: 'a' is no share"),
+        ((*HIGGS, "--working-set", "1"), "--working-set 1: 2 to 1024"),
+        ((*HIGGS, "--memory", "much"), "--memory"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(words, said, capsys):
+    assert main(["plan", "svm", *words]) == 1
+    assert said in capsys.readouterr().err

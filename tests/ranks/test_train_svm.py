@@ -161,6 +161,26 @@ def test_an_unfinished_machine_says_so_everywhere(data, tmp_path):
     assert "unfinished" in page
 
 
+def test_the_memory_of_ranks_is_what_was_said(tmp_path):
+    """Beside a small run, so that what a process needs for itself hides nothing."""
+    rng = np.random.default_rng(5)
+    rows = rng.integers(0, 9, (40_000, 60)).astype(float)
+    labels = np.where(rows[:, 0] + rows[:, 1] + rng.integers(0, 3, len(rows)) > 9, 1.0, -1.0)
+    found = {}
+    for name, count in (("small", 200), ("large", len(rows))):
+        dump(tmp_path / name, rows[:count], labels[:count])
+        found[name] = result(
+            headway_here(
+                "train", "svm", name, "--gamma", "0.01", "--elimination", "multi2",
+                "--max-steps", "1500", "--json", cwd=tmp_path,
+            )
+        )  # fmt: skip
+    small, large = found["small"], found["large"]
+    assert large["peak_bytes"] <= large["bound_bytes"]
+    more = large["peak_bytes"] - small["peak_bytes"]
+    assert rows.nbytes < more <= large["bound_bytes"] - small["bound_bytes"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -42,12 +42,6 @@ TASKS = {
             "my_module:recipe --processes 2",
         ),
         Command(
-            "train svm",
-            "svm:train_svm",
-            "Train a support vector machine on a file in libsvm's format.",
-            "data.libsvm --processes 4 --C 10 --gamma 0.5",
-        ),
-        Command(
             "verify",
             "verify:verify",
             "Compare a split run with the serial run.",
@@ -59,6 +53,12 @@ TASKS = {
             "launch:launch",
             "Write a job file: Slurm, Kubernetes.",
             "my_module:recipe --write slurm --nodes 2 -n 4 --directory /shared/runs/recipe",
+        ),
+        Command(
+            "train svm",
+            "svm:train_svm",
+            "Train a support vector machine on a file in libsvm's format.",
+            "data.libsvm --processes 4 --C 10 --gamma 0.5",
         ),
         Command("demo", "demo:demo", "Train, verify and report a small model.", ""),
     ),

@@ -105,15 +105,21 @@ def _powers(most: int) -> tuple[int, ...]:
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    counts = tuple(sorted({int(part) for part in text.split(",")}))
+    try:
+        counts = tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        raise ValueError(f'{text!r}: write "8" or "1,2,16"') from None
     if counts[0] < 1:
         raise ValueError("at least 1")
     return counts
 
 
 def _shares(text: str) -> tuple[float, float]:
-    parts = [float(part) for part in text.split("..")]
-    low, high = parts[0], parts[-1]
+    parts = text.split("..")
+    try:
+        low, high = float(parts[0]), float(parts[-1])
+    except ValueError:
+        low = high = 0.0
     if len(parts) > 2 or not 0 < low <= high <= 1:
         raise ValueError(f'{text!r} is no share, as in "0.1" or "0.02..0.4"')
     return low, high
@@ -133,10 +139,7 @@ def _lines(
         else f"{data.nonzeros:g} nonzeros each, {format_bytes(data.row_bytes)} in compressed rows"
     )
     yield f"{data.rows:,} samples x {data.columns:,} columns, {width}"
-    yield (
-        f"on {machine.device.name}: {format_bytes(room)} a rank"
-        f"{'' if _is_processor(machine) else '; priced as if, headway trains on processors'}"
-    )
+    yield (f"on {machine.device.name}: {format_bytes(room)} a rank{_remark(data, machine)}")
     yield ""
     header = ("ranks", "memory", "", "outer step", "bound by", "whole fit")
     yield from table_lines([header, *(_row(plan) for plan in plans)])
@@ -158,9 +161,13 @@ def _lines(
     )
 
 
-def _is_processor(machine: Machine) -> bool:
-    # Only devices with half-precision units are not.
-    return not {"fp16", "bf16"} & set(machine.device.peak)
+def _remark(data: SampleSet, machine: Machine) -> str:
+    # Only devices with units for half precision are no processors.
+    if {"fp16", "bf16"} & set(machine.device.peak):
+        return "; priced as if: headway trains on processors"
+    if data.nonzeros is not None:
+        return "; compressed rows use one core of a rank: describe a rank for each core"
+    return ""
 
 
 def _row(plan: RankPlan) -> tuple[str, ...]:
