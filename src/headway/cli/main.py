@@ -267,16 +267,16 @@ def run_command(words: list[str]) -> int:
         say(f"Example: {f'headway {asked.words} {asked.example}'.rstrip()}\n")
     from cyclopts import CycloptsError
 
-    given = words
-    if asked is not None and _is_double(asked):
-        words = [asked.words, *words[len(asked.words.split()) :]]
     try:
         # cyclopts would print its own error otherwise, and end the process with the result.
         result = build_app()(
-            words, exit_on_error=False, print_error=False, result_action="return_value"
+            parser_words(words),
+            exit_on_error=False,
+            print_error=False,
+            result_action="return_value",
         )
     except CycloptsError as error:
-        raise _usage_error(error, given) from error
+        raise _usage_error(error, words) from error
     # Commands that either succeed or raise return nothing.
     return result if isinstance(result, int) else 0
 
@@ -287,10 +287,13 @@ def _command_of(words: list[str]) -> Command | None:
     return max(found, key=lambda command: len(command.words), default=None)
 
 
-def _is_double(command: Command) -> bool:
-    """Whether a command's first word is a command as well: for the parser it is one word."""
-    outer = command.words.rpartition(" ")[0]
-    return bool(outer) and outer not in GROUPS
+def parser_words(words: list[str]) -> list[str]:
+    """The words for the parser: those of a command whose first one is a command too are one."""
+    command = _command_of(words)
+    outer = "" if command is None else command.words.rpartition(" ")[0]
+    if command is None or not outer or outer in GROUPS:
+        return words
+    return [command.words, *words[len(command.words.split()) :]]
 
 
 def _is_recipe(word: str) -> bool:
