@@ -292,7 +292,8 @@ def sum_grids(largest: float, count: int) -> Array:
     """
     more = np.frexp(max(count, 1))[1]
     coarse = np.frexp(largest)[1] + more - 52
-    return np.ldexp(1.0, np.array([coarse, coarse + more - 52]))
+    grids: Array = np.ldexp(1.0, np.array([coarse, coarse + more - 52]))
+    return grids
 
 
 def largest_value(kernel: Kernel, rows: Matrix) -> float:
