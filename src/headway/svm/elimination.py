@@ -140,17 +140,17 @@ class EliminationClock:
 
     def __post_init__(self) -> None:
         first = self.rule.first
-        if self.rule is ADAPTIVE:
+        if self.rule == ADAPTIVE:
             first = 1
         self._next = first if first >= 1 else math.ceil(first * self.samples)
 
     def due(self, steps: int) -> bool:
         """Whether samples are tested after so many steps of pairs."""
-        return not self._over and self.rule is not NONE and steps >= self._next
+        return not self._over and self.rule != NONE and steps >= self._next
 
     def tested(self, steps: int, active: int) -> None:
         """The next test is after as many steps as samples are active."""
-        self._next = steps + (1 if self.rule is ADAPTIVE else active)
+        self._next = steps + (1 if self.rule == ADAPTIVE else active)
 
     def reconstructed(self, steps: int) -> None:
         """Gamma of all samples has been made anew, and all take part again."""
@@ -166,7 +166,7 @@ class EliminationClock:
         """
         if removed == 0:
             return False
-        if self.rule is not ADAPTIVE:
+        if self.rule != ADAPTIVE:
             return True
         rows = work.rows()
         # At the end gamma of all samples is made from those that have moved, whether they were

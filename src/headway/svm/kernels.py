@@ -262,6 +262,54 @@ def _sums(block: Tensor, weights: Array) -> Array:
     return total.numpy()
 
 
+def exact_sums(samples: Samples, others: Samples, weights: Array, grids: Array) -> Array:
+    """Sums as `weighted_sums`, in two parts that can be added up in any order, [2, n].
+
+    Each term is rounded to a multiple of the first grid, what is left of it to one of the second,
+    so that sums are exact (Demmel and Nguyen 2013, with two levels): no order of samples or ranks
+    changes a bit of them.
+
+    Args:
+        grids: What `sum_grids` has returned for the terms of all ranks.
+    """
+    result = np.zeros((2, len(samples)))
+    for start in range(0, len(weights), FEW):
+        which = np.arange(start, min(start + FEW, len(weights)))
+        columns = others.take(which).columns()
+        for first in range(0, len(samples), CHUNK):
+            last = min(first + CHUNK, len(samples))
+            terms = samples.block(first, last, columns).numpy() * weights[which]
+            coarse = np.rint(terms / grids[0]) * grids[0]
+            result[0, first:last] += coarse.sum(axis=1)
+            result[1, first:last] += (np.rint((terms - coarse) / grids[1]) * grids[1]).sum(axis=1)
+    return result
+
+
+def sum_grids(largest: float, count: int) -> Array:
+    """Two powers of two, so that sums of so many of their multiples are exact in float64.
+
+    Args:
+        largest: No term is larger.
+    """
+    more = np.frexp(max(count, 1))[1]
+    coarse = np.frexp(largest)[1] + more - 52
+    grids: Array = np.ldexp(1.0, np.array([coarse, coarse + more - 52]))
+    return grids
+
+
+def largest_value(kernel: Kernel, rows: Matrix) -> float:
+    """No kernel value among these samples is larger; infinity: nobody knows."""
+    if kernel.name in ("rbf", "sigmoid"):
+        return 1.0
+    if kernel.name == "callable":
+        return np.inf
+    squares = rows.multiply(rows) if sparse.issparse(rows) else np.square(rows)
+    square = float(np.asarray(squares.sum(axis=1)).max(initial=0.0))
+    if kernel.name == "linear":
+        return square
+    return float((kernel.gamma * square + abs(kernel.coef0)) ** kernel.degree)
+
+
 def kernel_matrix(
     kernel: Kernel, rows: Matrix, others: Matrix, shift: Array | None = None
 ) -> Array:

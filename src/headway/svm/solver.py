@@ -40,8 +40,11 @@ from headway.svm.kernels import (
     FEW,
     Kernel,
     Samples,
+    exact_sums,
     kernel_matrix,
+    largest_value,
     prepare_samples,
+    sum_grids,
     weighted_sums,
 )
 from headway.svm.pair_solver import solve_pairs
@@ -53,6 +56,8 @@ _PATIENCE = 3
 """Reconstructions after which updates are made in float64."""
 _MOST_STEPS_PER_MEMBER = 100
 _EXACT_ROWS = 16 * CHUNK
+_MEAN_BITS = 20
+"""Of each value in the mean: sums of 2^33 samples are exact in float64."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,7 @@ class Progress:
         seconds: Since the beginning.
         remaining: Seconds until the end, as far as one can tell.
         votes: What ranks have voted for.
+        predictions: Of the rule "adaptive", those since the progress before.
     """
 
     violation: float
@@ -120,6 +126,7 @@ class Progress:
     seconds: float
     remaining: float
     votes: int
+    predictions: tuple[Prediction, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -160,6 +167,7 @@ class _Active:
     bounds: Array
     alpha: Array
     gamma: Array
+    aside: int = 0  # support vectors of the rank that do not
 
     def sides(self) -> tuple[Array, Array]:
         """Gamma where y a may rise, else infinity; where it may sink, else -infinity."""
@@ -196,6 +204,7 @@ class _Counts:
     values: float = 0.0  # of this rank
     rows: int = 0
     reconstructions: int = 0
+    told: int = 0  # predictions that a progress has told
     began: float = field(default_factory=time.monotonic)
 
 
@@ -227,6 +236,7 @@ class Solver:
         self._active = self._activate(None)
         self._before: _WorkingSet | None = None
         self._violation = np.inf
+        self._largest: float | None = None
         self._unverified = False
         if self._peers.sum(np.array([float(self._alpha.any())]), "the beginning")[0]:
             self._reconstruct()
@@ -308,13 +318,20 @@ class Solver:
         return self._alpha.copy()
 
     def _mean(self) -> Array | None:
-        """The mean of all samples, where they are dense: distances from it round less."""
+        """The mean of all samples, where they are dense; bit by bit the same for any ranks.
+
+        Of values that are rounded to whole multiples of a power of two: their sums are exact.
+        """
         rows = self._share.rows
-        pairs = self._options.working_set <= FEW
-        # The last bit of a sum over ranks depends on their number, and that of pairs must not.
-        if self._options.kernel.name != "rbf" or not isinstance(rows, np.ndarray) or pairs:
+        if self._options.kernel.name != "rbf" or not isinstance(rows, np.ndarray):
             return None
-        mean: Array = self._peers.sum(rows.sum(axis=0), "the mean") / self._share.total
+        own = np.abs(rows).max(axis=0, initial=0.0)
+        largest = self._peers.gather(own, "the largest values").max(axis=0)
+        grid = np.ldexp(1.0, np.frexp(largest)[1] - _MEAN_BITS)
+        total = np.zeros(rows.shape[1])
+        for first in range(0, len(rows), CHUNK):
+            total += np.rint(rows[first : first + CHUNK] / grid).sum(axis=0)
+        mean: Array = self._peers.sum(total, "the mean") * grid / self._share.total
         return mean
 
     def _prepare(self) -> Samples:
@@ -331,6 +348,7 @@ class Solver:
         return _Active(
             places, self._all.take(places), share.labels[places], share.bounds[places],
             self._alpha[places], self._gamma[places],
+            aside=int(np.count_nonzero(self._alpha) - np.count_nonzero(self._alpha[places])),
         )  # fmt: skip
 
     def _write_back(self) -> None:
@@ -356,7 +374,7 @@ class Solver:
         moved = np.count_nonzero(active.alpha != self._exact_alpha[active.places])
         head = [
             rising.min(initial=np.inf), sinking.max(initial=-np.inf), len(active.places),
-            np.count_nonzero(active.alpha), self._counts.values, self.vote, moved,
+            np.count_nonzero(active.alpha) + active.aside, self._counts.values, self.vote, moved,
         ]  # fmt: skip
         message = np.full(_HEAD + 2 * half * 5, np.nan)
         message[:_HEAD] = head
@@ -487,6 +505,8 @@ class Solver:
         share, counts = self._share, self._counts
         moved = np.flatnonzero(self._alpha != self._exact_alpha)
         weights = ((self._alpha - self._exact_alpha) * share.labels)[moved]
+        grids = self._grids(weights)
+        parts = np.zeros((2, len(share.labels)))
         for rows, factors in self._peers.ring(share.rows[moved], weights, "the reconstruction"):
             columns = prepare_samples(self._options.kernel, rows, torch.float64, self._shift)
             for first in range(0, len(share.labels), _EXACT_ROWS):
@@ -494,8 +514,12 @@ class Solver:
                 samples = prepare_samples(
                     self._options.kernel, share.rows[stretch], torch.float64, self._shift
                 )
-                self._exact_gamma[stretch] += weighted_sums(samples, columns, factors)
+                if grids is None:
+                    parts[0, stretch] += weighted_sums(samples, columns, factors)
+                else:
+                    parts[:, stretch] += exact_sums(samples, columns, factors, grids)
             counts.values += len(share.labels) * len(factors)
+        self._exact_gamma += parts.sum(axis=0)
         self._exact_alpha = self._alpha.copy()
         self._gamma = self._exact_gamma.copy()
         counts.reconstructions += 1
@@ -509,9 +533,28 @@ class Solver:
         self._before = None
         self._unverified = False
 
+    def _grids(self, weights: Array) -> Array | None:
+        """How terms are rounded, so that no number of ranks changes an iterate; collective.
+
+        None for larger working sets, which have no such law, and the user's own kernels.
+        """
+        if self._options.working_set > FEW:
+            return None
+        if self._largest is None:
+            own = largest_value(self._options.kernel, self._share.rows)
+            self._largest = float(self._peers.gather(np.array([own]), "the largest values").max())
+        own_facts = np.array([np.abs(weights).max(initial=0.0), len(weights)])
+        facts = self._peers.gather(own_facts, "the reconstruction")
+        largest = self._largest * facts[:, 0].max()
+        if not np.isfinite(largest):
+            return None
+        return sum_grids(largest, int(facts[:, 1].sum()))
+
     def _progress(self, heads: Array, votes: int) -> Progress:
         counts = self._counts
         seconds = time.monotonic() - counts.began
+        predictions = tuple(self._clock.predictions[counts.told :])
+        counts.told += len(predictions)
         return Progress(
             violation=self._violation,
             active=int(heads[:, 2].sum()),
@@ -522,6 +565,7 @@ class Solver:
             seconds=seconds,
             remaining=self._work.rows() / max(counts.rows, 1) * seconds,
             votes=votes,
+            predictions=predictions,
         )
 
 
