@@ -1,4 +1,4 @@
-"""The dual problem of a support vector machine: blocks, pairs, elimination, the exact end."""
+"""single: the dual problem of a support vector machine: blocks, pairs, elimination, the exact end."""
 
 import math
 
