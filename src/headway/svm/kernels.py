@@ -19,6 +19,7 @@ from torch import Tensor
 from headway.svm.arrays import Array, Indices, Matrix
 from headway.svm.products import (
     PackedColumns,
+    half_squares,
     pack_columns,
     products_by_row,
     scaled_products,
@@ -123,7 +124,7 @@ class DenseSamples:
             stretch[:, :width] = part
             if more:
                 # Of what has been rounded: the distance of a sample from itself is nothing.
-                stretch[:, width] = stretch[:, :width].double().square().sum(1) / -2
+                stretch[:, width] = torch.from_numpy(half_squares(stretch[:, :width].numpy()))
                 stretch[:, width + 1] = 1.0
         return cls(kernel, values)
 

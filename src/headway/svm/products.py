@@ -143,3 +143,15 @@ def products_by_row(rows: Any, others: Any, out: Any) -> None:
             for c in range(1, rows.shape[1]):
                 total += rows[r, c] * others[k, c]
             out[r, k] = total
+
+
+@njit(cache=True)
+def half_squares(rows: Any) -> NDArray[np.float64]:
+    """-|x|^2 / 2 of each row, float64 [n], the terms added one after the other."""
+    result = np.empty(len(rows))
+    for r in range(len(rows)):
+        total = 0.0
+        for c in range(rows.shape[1]):
+            total += np.float64(rows[r, c]) * np.float64(rows[r, c])
+        result[r] = total / -2
+    return result

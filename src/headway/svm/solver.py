@@ -231,8 +231,7 @@ class Solver:
         self._work = RemainingWork(options.tolerance, share.total)
         self._counts = _Counts()
         self._shift = self._mean()
-        pairs = options.working_set <= FEW
-        self._dtype = torch.float64 if pairs else torch.float32
+        self._dtype = torch.float64 if options.working_set <= FEW else torch.float32
         self._all = self._prepare()
         self._active = self._activate(None)
         self._before: _WorkingSet | None = None
