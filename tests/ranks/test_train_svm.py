@@ -156,6 +156,7 @@ def test_an_unfinished_machine_says_so_everywhere(data, tmp_path):
     assert done.code == 0
     assert "unfinished" in done.out
     assert "warning: the machine is unfinished" in done.err
+    assert "Warning:" not in done.err  # as of a line of source
     assert (tmp_path / "run" / "machine.model").exists()
     page = write_report(tmp_path / "run").html.read_text()
     assert "unfinished" in page

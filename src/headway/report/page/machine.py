@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from headway.report.history.records import RunHistory
+from headway.report.history.records import LoggedPrediction, RunHistory
 from headway.report.page.facts import Fact
 from headway.report.pictures.machine import machine_pictures, samples_of_pairs
 from headway.units import format_bytes, format_number, format_seconds, format_share
@@ -54,16 +54,22 @@ def machine_section(history: RunHistory) -> MachineSection | None:
             f"{one.step:,}", format_number(one.rows), format_number(one.saved),
             format_number(one.cost), "pays" if one.pays else "does not pay",
         )
-        for one in found.predictions
+        for one in _spread(found.predictions)
     ]  # fmt: skip
     return MachineSection(
         pictures=tuple(machine_pictures(history)),
         facts=tuple(_facts(history)),
         pairs=tuple(pairs[:MOST_ROWS]),
         more_pairs=max(0, len(pairs) - MOST_ROWS),
-        predictions=tuple(predictions[:MOST_ROWS]),
-        more_predictions=max(0, len(predictions) - MOST_ROWS),
+        predictions=tuple(predictions),
+        more_predictions=len(found.predictions) - len(predictions),
     )
+
+
+def _spread(predictions: Sequence[LoggedPrediction]) -> list[LoggedPrediction]:
+    """As many as a table has, from the beginning to the end."""
+    count = min(len(predictions), MOST_ROWS)
+    return [predictions[number * len(predictions) // count] for number in range(count)]
 
 
 def _facts(history: RunHistory) -> Iterator[Fact]:

@@ -44,15 +44,15 @@ class MachineJournal:
             self._log.write(name, step=self.step, **values)
 
     def progress(self, at: MachineProgress) -> None:
-        """An outer step (`training.Observe`)."""
+        """An outer step, with what was predicted in it (`training.Observe`)."""
         self.step += 1
         found, now = at.progress, time.monotonic()
-        for prediction in found.predictions:
-            self.event("svm_prediction", pays=prediction.pays, **asdict(prediction))
         if self._written >= _ALL and now < self._next:
             return
         self._written += 1
         self._next = now + _EVERY_SECONDS
+        for prediction in found.predictions:
+            self.event("svm_prediction", pays=prediction.pays, **asdict(prediction))
         self.event(
             "svm_step",
             pair=at.pair,

@@ -6,9 +6,11 @@ the machine so far are written, and all that is told of it says that it is unfin
 
 from __future__ import annotations
 
+import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,7 +55,12 @@ def train_rank(place: LaunchEnv, job: MachineJob) -> MachineOutcome:
             )
         )
         stop = stack.enter_context(StopRequest())
-        return _RankTraining(world, job, stop, stack).run()
+        training = _RankTraining(world, job, stop, stack)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("default")
+        # Of rank 0; what all ranks say is said once.
+        warnings.showwarning = training.warn
+        return training.run()
 
 
 class _RankTraining:
@@ -94,6 +101,10 @@ class _RankTraining:
             self._write(machine)
         accuracy = self._test(machine, width)
         return self._finish(machine, accuracy)
+
+    def warn(self, message: Warning | str, *_: Any, **__: Any) -> None:
+        """Takes the place of `warnings.showwarning`: an event of the run."""
+        self._journal.event("warning", text=str(message))
 
     def _open(self) -> None:
         job, world = self._job, self._world
