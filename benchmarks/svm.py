@@ -67,7 +67,7 @@ def one(name: str, of: str) -> dict[str, Any]:
         "right": float(np.mean(made.predict(test.rows) == test.labels)),
     }
     if name.startswith("headway"):
-        found |= {"values": made.kernel_values_, "outer": made.outer_steps_}
+        found |= {"values": made.machine_.values}
     return found
 
 

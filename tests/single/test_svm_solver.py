@@ -1,4 +1,4 @@
-"""single: the dual problem of a support vector machine: blocks, pairs, elimination, the exact end."""
+"""single: the dual problem of a support vector machine: blocks, pairs, elimination, the end."""
 
 import math
 
@@ -14,6 +14,7 @@ from headway.svm.elimination import NONE, RULES, EliminationClock, RemainingWork
 from headway.svm.kernels import CHUNK, Kernel, kernel_matrix, prepare_samples, weighted_sums
 from headway.svm.pair_solver import solve_pairs
 from headway.svm.peers import Peers
+from headway.svm.products import exponentials
 from headway.svm.solver import STOP, Share, Solver, SolverOptions
 
 KERNELS = {
@@ -84,6 +85,18 @@ def test_blocks_are_the_kernel(kernel, form, others):
         )
         scale = np.abs(wanted) @ np.abs(weights) + 1
         assert np.abs((sums - wanted @ weights) / scale).max() < tolerance
+
+
+def test_exponentials_of_float32():
+    exponents = np.concatenate([-np.geomspace(1e-9, 86.9, 5000), [0.0, -0.0, -0.34657, -0.34658]])
+    found = exponents.astype(np.float32)[None]
+    wanted = np.exp(found[0].astype(np.float64))
+    exponentials(found, found.view(np.int32))
+    assert np.abs(found[0] / wanted - 1).max() < 1.5e-7
+    ends = np.array([[1e-6, -88.0, -1e30]], dtype=np.float32)
+    exponentials(ends, ends.view(np.int32))
+    assert ends[0, 0] == 1.0
+    assert (ends[0, 1:] < 1e-37).all()
 
 
 def test_a_kernel_of_the_user_s_gets_the_samples_as_they_are():

@@ -19,6 +19,7 @@ from torch import Tensor
 from headway.svm.arrays import Array, Indices, Matrix
 from headway.svm.products import (
     PackedColumns,
+    exponentials,
     half_squares,
     pack_columns,
     products_by_row,
@@ -63,6 +64,10 @@ class Kernel:
         Args:
             products: x z of scaled samples; of "rbf" less half of the squares of both.
         """
+        if self.name == "rbf" and products.dtype == torch.float32:
+            values = products.numpy()
+            exponentials(values, values.view(np.int32))
+            return products
         if self.name == "rbf":
             return products.exp_()
         if self.name == "poly":
