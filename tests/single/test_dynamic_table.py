@@ -86,6 +86,18 @@ def test_keys_that_all_want_the_same_slot(monkeypatch):
     assert torch.equal(torch.cat([keys, keys])[first][inverse], torch.cat([keys, keys]))
 
 
+def test_thousands_of_keys_in_long_stretches(monkeypatch):
+    """Many keys look at one slot after the other, the last few at several at once."""
+    monkeypatch.setattr("headway.nn.dynamic_storage.mixed_hashes", lambda keys: keys << 59)
+    keys, missing = torch.arange(8000), torch.arange(8000, 12000)
+    index = KeyIndex(torch.device("cpu"))
+    index.insert(keys, keys + 1)
+    removed = keys % 7 == 0
+    assert sorted(index.remove(keys[removed]).tolist()) == (keys[removed] + 1).tolist()
+    assert torch.equal(index.find(keys), torch.where(removed, -1, keys + 1))
+    assert index.find(missing).tolist() == [-1] * 4000
+
+
 def test_removed_keys_do_not_fill_the_index():
     store = RowStore()
     store.add_column("values", (1,), torch.float32)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,11 +18,24 @@ _GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644
 
 def mixed_hashes(keys: Tensor) -> Tensor:
     """`headway.plans.tables.mixed_hash` of each key; bits of 64 unsigned ones as int64."""
-    # int64 wraps as 64 unsigned bits do; only a shift must not copy the sign.
     value = keys.to(torch.int64) + _GOLDEN
+    if value.device.type == "cpu":
+        _mix_unsigned(value.numpy().view(np.uint64))
+        return value
+    # int64 wraps as 64 unsigned bits do; only a shift must not copy the sign.
     value.bitwise_xor_(_shifted(value, 30)).mul_(_FIRST)
     value.bitwise_xor_(_shifted(value, 27)).mul_(_SECOND)
     return value.bitwise_xor_(_shifted(value, 31))
+
+
+def _mix_unsigned(value: np.ndarray[Any, np.dtype[np.uint64]]) -> None:
+    """The same in place; NumPy takes half the time, as it has unsigned shifts."""
+    scratch = np.empty_like(value)
+    value ^= np.right_shift(value, 30, out=scratch)
+    value *= np.uint64(_FIRST % 2**64)
+    value ^= np.right_shift(value, 27, out=scratch)
+    value *= np.uint64(_SECOND % 2**64)
+    value ^= np.right_shift(value, 31, out=scratch)
 
 
 def _shifted(value: Tensor, bits: int) -> Tensor:
