@@ -82,7 +82,9 @@ class TrainingState:
 
     def _state(self) -> dict[str, Tensor]:
         """The optimiser's tensors; of tables that grow those that belong to no row."""
-        state, growing = _optimizer_tensors(self.optimizer, self.names()), self._growing
+        # Adagrad has something of a parameter before its first step, also of one that is away.
+        here = {p: name for p, name in self.names().items() if p not in self.away}
+        state, growing = _optimizer_tensors(self.optimizer, here), self._growing
         return {name: t for name, t in state.items() if not (t.dim() and growing.has(name))}
 
     def facts(self) -> Facts:
@@ -224,6 +226,7 @@ def _optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dic
         f"optimizer.{names[parameter]}.{key}": value
         for group in optimizer.param_groups
         for parameter in group["params"]
+        if parameter in names
         for key, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, Tensor)
     }
