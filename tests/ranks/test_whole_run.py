@@ -30,6 +30,12 @@ def test_a_recipe_object_ends_as_its_reference_does():
     assert all(end.equal for end in ends(recipe, processes=1).values())
 
 
+def test_shards_resume_with_an_optimiser_that_has_a_number_for_each_row():
+    made = ["zero=3", "arguments.optimizer=row_wise"]
+    found = ends("support.table_recipes:clicks", overrides=made)
+    assert all(end.equal for end in found.values())
+
+
 def test_a_recipe_file_without_validation_is_compared_too(tmp_path):
     file = tmp_path / "recipe.toml"
     file.write_text(WITHOUT_VALIDATION)
