@@ -269,7 +269,7 @@ def _owner(name: str, places: Mapping[str, Tensor]) -> str:
 
 
 def _beside_parameters(
-    tensors: Mapping[str, Tensor], named: Mapping[str, nn.Parameter]
+    tensors: Mapping[str, Tensor], named: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """What an optimiser keeps of a DTensor is one, also a number for each row, of which every rank
     has all, as `new_zeros` makes it. Single numbers are none."""
