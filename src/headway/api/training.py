@@ -395,7 +395,8 @@ def train_to_prove(
     reference = recipe if isinstance(recipe, SentRecipe) else sendable_recipe(recipe, overrides)
     job = TrainJob(
         recipe=reference,
-        overrides=tuple(overrides) if isinstance(reference, str) else (),
+        # An object that is sent here has taken them in; one that was sent before has not.
+        overrides=tuple(overrides) if isinstance(reference, str | SentRecipe) else (),
         directory=directory,
         plan=plan,
         resume=resume,

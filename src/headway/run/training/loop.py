@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from headway.channel.process_memory import keep_freed_memory
 from headway.checkpoint.format import Manifest
 from headway.checkpoint.save_plan import Holdings
 from headway.checkpoint.store import CheckpointStore
@@ -44,7 +45,6 @@ from headway.run.recipe.training_data import (
 from headway.run.recipe.user_code import describe_recipe, importable_folders, user_frame
 from headway.run.step.batch import NO_SHOWCASE, first_readers, reads_sample_parts
 from headway.run.step.forward_pass import to_float64
-from headway.run.step.memory import keep_freed_memory
 from headway.run.step.randomness import build_model, generators_restored
 from headway.run.step.setup import recipe_plan, stepped_each_step
 from headway.run.strategy.checkpoint import (
