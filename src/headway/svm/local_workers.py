@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,9 @@ from headway.errors import RunError
 from headway.launch.local import LaunchResult, launch_local
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
+from headway.run.training.loop import StopRequest
 from headway.svm.arrays import Array, Indices, Matrix
-from headway.svm.interruption import interruptible
+from headway.svm.kernels import Kernel
 from headway.svm.machine import Machine
 from headway.svm.peers import Peers
 from headway.svm.progress_line import ProgressLine
@@ -57,12 +58,10 @@ class WorkersResult:
 
     Attributes:
         state: Of an unfinished machine, to go on from.
-        stopped_by: The signal that asked the workers to stop, or None.
     """
 
     machine: Machine
     state: TrainingState | None
-    stopped_by: str | None
 
 
 def train_in_workers(
@@ -108,7 +107,7 @@ def train_in_workers(
             preload=(__name__,),
             on_restart=_tell_restart,
         )
-        return _result(launched)
+        return _result(launched, options.kernel)
 
 
 def _tell_restart(_: int, reason: str) -> None:
@@ -119,7 +118,7 @@ def _tell_restart(_: int, reason: str) -> None:
     )
 
 
-def _result(launched: LaunchResult) -> WorkersResult:
+def _result(launched: LaunchResult, kernel: Kernel) -> WorkersResult:
     found = launched.results[0]
     if found is None:
         raise RunError(
@@ -128,7 +127,7 @@ def _result(launched: LaunchResult) -> WorkersResult:
             fix="Fit again; with directory=... it goes on from the last state.",
         )
     machine, state = found
-    return WorkersResult(machine, state, launched.stopped_by)
+    return WorkersResult(replace(machine, kernel=kernel), state)
 
 
 def _write_samples(folder: Path, rows: Matrix, codes: Indices, factors: Array) -> None:
@@ -166,7 +165,7 @@ def train_in_worker(place: LaunchEnv, task: _Task) -> tuple[Machine, TrainingSta
     rows, codes, factors = _read_samples(task.folder, place)
     states: list[TrainingState] = []
     with ExitStack() as stack:
-        stop = stack.enter_context(interruptible())
+        request = stack.enter_context(StopRequest())
         world = stack.enter_context(World.join(place))
 
         def save(state: TrainingState) -> None:
@@ -179,8 +178,10 @@ def train_in_worker(place: LaunchEnv, task: _Task) -> tuple[Machine, TrainingSta
             observe=ProgressLine() if task.verbose and place.rank == 0 else None,
             save=save,
             resume=task.files.newest() if place.rank == 0 else None,
-            stop=stop,
+            stop=lambda: request.requested is not None,
         )  # fmt: skip
     if place.rank:
         return None
-    return machine, None if machine.finished else states[-1]
+    # The way back is plain pickle, which a function may not be able to go.
+    kernel = replace(machine.kernel, function=None)
+    return replace(machine, kernel=kernel), None if machine.finished else states[-1]
