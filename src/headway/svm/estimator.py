@@ -34,6 +34,7 @@ from sklearn.utils import check_array, compute_class_weight
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 
+from headway.documents import parse_json
 from headway.errors import UsageError
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
@@ -627,7 +628,7 @@ def _all_classes(labels: NDArray[Any], peers: Peers) -> NDArray[Any]:
         return own
     kind = "text" if own.dtype.kind in "OUS" else "numbers"
     texts = _gather_texts(json.dumps([kind, own.tolist()], default=str), peers, "the labels")
-    found = [json.loads(text) for text in texts]
+    found = [parse_json(text) for text in texts]
     if len({kind for kind, _ in found}) > 1:
         raise InvalidFit(
             "some ranks have numbers for labels, and others text",

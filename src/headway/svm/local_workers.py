@@ -43,11 +43,14 @@ class _Task:
     """What a worker is told.
 
     Attributes:
-        folder: With the samples, and `task.pickle`.
+        folder: With the samples.
+        trained: Labels of the classes and `TrainingOptions`, pickled by value: a kernel may be a
+            function that workers cannot import.
         files: Where states are written.
     """
 
     folder: Path
+    trained: bytes
     files: StateFiles
     verbose: bool
 
@@ -92,13 +95,12 @@ def train_in_workers(
         ignore_cleanup_errors=True,
     ) as scratch:
         folder = Path(scratch)
-        task = _Task(folder, files or StateFiles(folder / "run"), verbose)
+        trained = cloudpickle.dumps((classes, options))
+        task = _Task(folder, trained, files or StateFiles(folder / "run"), verbose)
         task.files.run.mkdir(parents=True, exist_ok=True)
         if resume is not None and task.files.newest() is None:
             task.files.write(resume)
         _write_samples(folder, rows, codes, factors)
-        # By value: a kernel may be a function that workers cannot import.
-        (folder / "task.pickle").write_bytes(cloudpickle.dumps((classes, options)))
         launched = launch_local(
             f"{__name__}:train_in_worker",
             (task,),
@@ -161,7 +163,7 @@ def _read_samples(folder: Path, place: LaunchEnv) -> tuple[Matrix, Indices, Arra
 
 def train_in_worker(place: LaunchEnv, task: _Task) -> tuple[Machine, TrainingState | None] | None:
     """What every worker does; the first one returns the machine."""
-    classes, options = cloudpickle.loads((task.folder / "task.pickle").read_bytes())
+    classes, options = cloudpickle.loads(task.trained)
     rows, codes, factors = _read_samples(task.folder, place)
     states: list[TrainingState] = []
     with ExitStack() as stack:
