@@ -169,6 +169,7 @@ def unpickles(tree):
 MAY_UNPICKLE = {
     "launch/local.py": "a worker's result, in the private directory of the process that started it",
     "run/recipe/sent_recipe.py": "a recipe, in the pipe to workers of the process that holds it",
+    "svm/local_workers.py": "a kernel of the user's, in the pipe to workers of the same process",
     "run/pipeline/batch_broadcast.py": "a batch of the user's types, signed with the job's secret",
 }
 """File -> whose pickles it reads, and why they are the user's own."""

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from dataclasses import replace
 
@@ -596,22 +595,6 @@ def test_a_signal_ends_a_fit_in_order(number):
     assert model._state is not None
     assert len(model.support_) > 0
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-
-
-def test_a_second_signal_ends_it_at_once():
-    X, y = make_classification(3000, 20, n_informative=10, flip_y=0.3, random_state=0)
-
-    def twice(rows, others):
-        if threading.active_count():
-            calls.append(time.monotonic())
-        if len(calls) in (5, 6):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0)  # the handler runs between two instructions of Python
-        return rows @ others.T
-
-    calls: list[float] = []
-    with pytest.raises(KeyboardInterrupt):
-        SVC(kernel=twice).fit(X, y)
 
 
 def test_a_directory_keeps_the_state_until_the_fit_has_finished(tmp_path):

@@ -17,7 +17,10 @@ from typing import Any
 MARK = "HEADWAY_TEST_SESSION"
 PROCESSES_ALLOWED = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 THREADS_ALLOWED = ("MainThread", "pytest_timeout", "execnet")
-VARIABLES_ALLOWED = ("PYTEST_CURRENT_TEST", "COLUMNS", "LINES", "TORCHINDUCTOR_CACHE_DIR")
+VARIABLES_ALLOWED = (
+    *("PYTEST_CURRENT_TEST", "COLUMNS", "LINES", "TORCHINDUCTOR_CACHE_DIR"),
+    *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),  # set where scikit-learn is imported
+)
 KEPT: set[int] = set()
 """Processes that the tests of a session share."""
 PATIENCE = 1.0

@@ -34,12 +34,13 @@ from sklearn.utils import check_array, compute_class_weight
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 
+from headway.documents import parse_json
 from headway.errors import UsageError
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
+from headway.run.training.loop import StopRequest
 from headway.svm.arrays import Array, Indices, Matrix
 from headway.svm.elimination import NONE, RULES
-from headway.svm.interruption import interruptible
 from headway.svm.kernels import Kernel
 from headway.svm.local_workers import train_in_workers
 from headway.svm.machine import Machine, count_votes, pairs_of
@@ -176,8 +177,8 @@ class SVC(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> SVC:
         """Train; collective where this process is one of several ranks.
 
-        A first SIGINT (Ctrl-C) or SIGTERM ends the training in order, with an unfinished machine
-        and a `ConvergenceWarning`; a second one ends it at once.
+        SIGTERM or a first Ctrl-C ends the training in order, with an unfinished machine and a
+        `ConvergenceWarning`; a second Ctrl-C ends it at once.
 
         Args:
             X: This rank's samples, [n, m], dense or sparse. Sparse ones are copied where their
@@ -429,7 +430,7 @@ class SVC(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
         if files is not None:
             resume = files.newest() or resume
-        with interruptible() as stop:
+        with StopRequest() as request:
             machine = train_machine(
                 problem.rows,
                 problem.codes,
@@ -440,7 +441,7 @@ class SVC(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 observe=ProgressLine() if self.verbose and peers.rank == 0 else None,
                 save=save,
                 resume=resume,
-                stop=stop,
+                stop=lambda: request.requested is not None,
             )
         return machine, None if machine.finished else states[-1]
 
@@ -627,7 +628,7 @@ def _all_classes(labels: NDArray[Any], peers: Peers) -> NDArray[Any]:
         return own
     kind = "text" if own.dtype.kind in "OUS" else "numbers"
     texts = _gather_texts(json.dumps([kind, own.tolist()], default=str), peers, "the labels")
-    found = [json.loads(text) for text in texts]
+    found = [parse_json(text) for text in texts]
     if len({kind for kind, _ in found}) > 1:
         raise InvalidFit(
             "some ranks have numbers for labels, and others text",

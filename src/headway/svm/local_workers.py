@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,9 @@ from headway.errors import RunError
 from headway.launch.local import LaunchResult, launch_local
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
+from headway.run.training.loop import StopRequest
 from headway.svm.arrays import Array, Indices, Matrix
-from headway.svm.interruption import interruptible
+from headway.svm.kernels import Kernel
 from headway.svm.machine import Machine
 from headway.svm.peers import Peers
 from headway.svm.progress_line import ProgressLine
@@ -42,11 +43,14 @@ class _Task:
     """What a worker is told.
 
     Attributes:
-        folder: With the samples, and `task.pickle`.
+        folder: With the samples.
+        trained: Labels of the classes and `TrainingOptions`, pickled by value: a kernel may be a
+            function that workers cannot import.
         files: Where states are written.
     """
 
     folder: Path
+    trained: bytes
     files: StateFiles
     verbose: bool
 
@@ -57,12 +61,10 @@ class WorkersResult:
 
     Attributes:
         state: Of an unfinished machine, to go on from.
-        stopped_by: The signal that asked the workers to stop, or None.
     """
 
     machine: Machine
     state: TrainingState | None
-    stopped_by: str | None
 
 
 def train_in_workers(
@@ -93,13 +95,12 @@ def train_in_workers(
         ignore_cleanup_errors=True,
     ) as scratch:
         folder = Path(scratch)
-        task = _Task(folder, files or StateFiles(folder / "run"), verbose)
+        trained = cloudpickle.dumps((classes, options))
+        task = _Task(folder, trained, files or StateFiles(folder / "run"), verbose)
         task.files.run.mkdir(parents=True, exist_ok=True)
         if resume is not None and task.files.newest() is None:
             task.files.write(resume)
         _write_samples(folder, rows, codes, factors)
-        # By value: a kernel may be a function that workers cannot import.
-        (folder / "task.pickle").write_bytes(cloudpickle.dumps((classes, options)))
         launched = launch_local(
             f"{__name__}:train_in_worker",
             (task,),
@@ -108,7 +109,7 @@ def train_in_workers(
             preload=(__name__,),
             on_restart=_tell_restart,
         )
-        return _result(launched)
+        return _result(launched, options.kernel)
 
 
 def _tell_restart(_: int, reason: str) -> None:
@@ -119,7 +120,7 @@ def _tell_restart(_: int, reason: str) -> None:
     )
 
 
-def _result(launched: LaunchResult) -> WorkersResult:
+def _result(launched: LaunchResult, kernel: Kernel) -> WorkersResult:
     found = launched.results[0]
     if found is None:
         raise RunError(
@@ -128,7 +129,7 @@ def _result(launched: LaunchResult) -> WorkersResult:
             fix="Fit again; with directory=... it goes on from the last state.",
         )
     machine, state = found
-    return WorkersResult(machine, state, launched.stopped_by)
+    return WorkersResult(replace(machine, kernel=kernel), state)
 
 
 def _write_samples(folder: Path, rows: Matrix, codes: Indices, factors: Array) -> None:
@@ -162,11 +163,11 @@ def _read_samples(folder: Path, place: LaunchEnv) -> tuple[Matrix, Indices, Arra
 
 def train_in_worker(place: LaunchEnv, task: _Task) -> tuple[Machine, TrainingState | None] | None:
     """What every worker does; the first one returns the machine."""
-    classes, options = cloudpickle.loads((task.folder / "task.pickle").read_bytes())
+    classes, options = cloudpickle.loads(task.trained)
     rows, codes, factors = _read_samples(task.folder, place)
     states: list[TrainingState] = []
     with ExitStack() as stack:
-        stop = stack.enter_context(interruptible())
+        request = stack.enter_context(StopRequest())
         world = stack.enter_context(World.join(place))
 
         def save(state: TrainingState) -> None:
@@ -179,8 +180,10 @@ def train_in_worker(place: LaunchEnv, task: _Task) -> tuple[Machine, TrainingSta
             observe=ProgressLine() if task.verbose and place.rank == 0 else None,
             save=save,
             resume=task.files.newest() if place.rank == 0 else None,
-            stop=stop,
+            stop=lambda: request.requested is not None,
         )  # fmt: skip
     if place.rank:
         return None
-    return machine, None if machine.finished else states[-1]
+    # The way back is plain pickle, which a function may not be able to go.
+    kernel = replace(machine.kernel, function=None)
+    return replace(machine, kernel=kernel), None if machine.finished else states[-1]

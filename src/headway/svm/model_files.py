@@ -17,6 +17,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 from scipy import sparse
 
+from headway.documents import parse_json
 from headway.errors import DataError, UsageError
 from headway.svm.arrays import Array, Matrix
 from headway.svm.kernels import Kernel, KernelName
@@ -311,7 +312,7 @@ def _load_safetensors(path: Path) -> Machine:
         raise DataError("this is no safetensors file", where=str(path), why=str(error)) from None
     if metadata.get("format") != _FORMAT:
         raise DataError("this safetensors file holds no support vector machine", where=str(path))
-    facts = json.loads(metadata["machine"])
+    facts = parse_json(metadata["machine"])
     rows: Matrix = tensors.get("rows")
     if rows is None:
         parts = (tensors["rows.values"], tensors["rows.columns"], tensors["rows.ends"])
