@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from headway.channel.process_memory import keep_freed_memory
 from headway.checkpoint.store import CheckpointStore
-from headway.run.step.memory import keep_freed_memory
 from headway.run.strategy.training_state import TrainingState
 from language_model import LanguageModel, Words, adamw, loss
 from pairs import torchrun

@@ -2,10 +2,12 @@
 
 python benchmarks/dynamic_table.py --keys 50000000
 
-A batch is of bags of uniformly drawn keys, the worst case for caches. *look up*: the sums of the
-bags, without gradients. *update*: forward, backward, and a step of SGD. The three alternate;
-medians of processor time, with the spread of all rounds. A dict (key -> NumPy row) of so many keys
-needs more memory than there is, so that it has `--dict-keys`; it adds rows in a loop.
+A batch is of bags of uniformly drawn keys, the worst case for caches; drawing them is not counted.
+*look up*: the sums of the bags, without gradients. *update*: forward, backward, and a step of SGD.
+The three alternate; medians of processor time, with the spread of all rounds, and of the ratios to
+the fixed table in the same round. THP_MEM_ALLOC_ENABLE=1 gives torch's table huge pages, which the
+one that grows has anyway where the system has them. A dict (key -> NumPy row) of so many keys needs
+more memory than there is, so that it has `--dict-keys`; it adds rows in a loop.
 """
 
 from __future__ import annotations
@@ -38,12 +40,12 @@ class Case:
         self.bag, self.keys = bag, keys
         self.optimizer = torch.optim.SGD(bag.parameters(), lr=RATE)
 
-    def look_up(self, numbers: Tensor, given: Tensor) -> None:
+    def look_up(self, keys: Tensor, given: Tensor) -> None:
         with torch.no_grad():
-            self.bag.eval()(self.keys(numbers))
+            self.bag.eval()(keys)
 
-    def update(self, numbers: Tensor, given: Tensor) -> None:
-        vectors = self.bag.train()(self.keys(numbers))
+    def update(self, keys: Tensor, given: Tensor) -> None:
+        vectors = self.bag.train()(keys)
         self.optimizer.zero_grad()
         vectors.backward(given)
         self.optimizer.step()
@@ -52,22 +54,22 @@ class Case:
 class Dict:
     """The same in a dict."""
 
-    def __init__(self, keys: int, dim: int) -> None:
-        self.keys = keys
-        names = scattered(torch.arange(keys)).tolist()
+    def __init__(self, size: int, dim: int) -> None:
+        self.size = size
+        names = scattered(torch.arange(size)).tolist()
         self.rows = {key: np.zeros(dim, dtype=np.float32) for key in names}
 
-    def _names(self, numbers: Tensor) -> list[list[int]]:
-        return scattered(numbers % self.keys).tolist()  # type: ignore[no-any-return]
+    def keys(self, numbers: Tensor) -> list[list[int]]:
+        return scattered(numbers % self.size).tolist()  # type: ignore[no-any-return]
 
-    def look_up(self, numbers: Tensor, given: Tensor) -> None:
-        for bag in self._names(numbers):
+    def look_up(self, keys: list[list[int]], given: Tensor) -> None:
+        for bag in keys:
             np.add.reduce([self.rows[key] for key in bag])
 
-    def update(self, numbers: Tensor, given: Tensor) -> None:
-        self.look_up(numbers, given)
+    def update(self, keys: list[list[int]], given: Tensor) -> None:
+        self.look_up(keys, given)
         touched: dict[int, np.ndarray] = {}
-        for bag, gradient in zip(self._names(numbers), given.numpy(), strict=True):
+        for bag, gradient in zip(keys, given.numpy(), strict=True):
             for key in bag:
                 touched[key] = touched[key] + gradient if key in touched else gradient
         for key, gradient in touched.items():
@@ -113,19 +115,22 @@ def main() -> None:
                 if name == "dict" and number % 10:
                     continue
                 numbers = torch.randint(0, options.keys, (options.bags, options.each))
+                keys = cases[name].keys(numbers)
                 start = time.process_time()
-                getattr(cases[name], action)(numbers, given)
+                getattr(cases[name], action)(keys, given)
                 if number >= 2 or name == "dict":
                     times.setdefault((name, action), []).append(time.process_time() - start)
     ids = options.bags * options.each
     for action in ("look_up", "update"):
-        base = statistics.median(times["fixed", action])
+        base = times["fixed", action]
         for name in cases:
-            own = sorted(times[name, action])
+            own = times[name, action]
             middle = statistics.median(own)
+            rest = base if len(own) == len(base) else [statistics.median(base)] * len(own)
+            share = statistics.median(b / o for b, o in zip(rest, own, strict=True))
             print(
                 f"{action:8} {name:6} {ids / middle:14,.0f} keys/s  {middle * 1e3:8.2f} ms "
-                f"({own[0] * 1e3:.2f} to {own[-1] * 1e3:.2f})  {base / middle:.2f} of fixed"
+                f"({min(own) * 1e3:.2f} to {max(own) * 1e3:.2f})  {share:.2f} of fixed"
             )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"peak of memory {peak:.1f} GiB, of which the fixed table "

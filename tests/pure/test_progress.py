@@ -183,3 +183,24 @@ def test_the_live_display_shows_the_same(tmp_path: Path):
     lines = [line for line in shown.splitlines() if "step 120/1000  loss" in line]
     assert lines
     assert all(line.rstrip().endswith("eta 2m26s") for line in lines), "one line, whole"
+
+
+def test_outer_steps_of_a_machine_are_told_with_their_clock():
+    row = {"event": "svm_step", "step": 41, "pair": 1, "pairs": 3, "classes": "0, 2",
+           "violation": 0.0123, "active": 12345, "support": 987, "values": 3.2e8, "seconds": 2.0,
+           "remaining": 65.0}  # fmt: skip
+    progress = Progress().after(row)
+    assert progress.done == (2.0, 67.0)
+    assert describe_event(row, progress) == (
+        "step 41  classes 0, 2 (2 of 3)  violation 0.0123  active 12 345  support vectors 987  "
+        "160 M kernel values/s  eta 1m05s"
+    )
+    alone = {**row, "pairs": 1, "seconds": 0.0}
+    assert describe_event(alone, progress) == (
+        "step 41  violation 0.0123  active 12 345  support vectors 987  eta 1m05s"
+    )
+    start = {"event": "start", "attempt": 0, "step": 0, "ranks": 2, "text": "9 samples"}
+    assert describe_event(start, Progress()) == "9 samples"
+    told = describe_event({**start, "attempt": 1}, Progress(), "rank 1 was killed by SIGKILL")
+    assert told is not None
+    assert told.startswith("rank 1 was killed by SIGKILL; no checkpoint yet")

@@ -15,9 +15,12 @@ from headway.errors import MissingExtra, UsageError
 from headway.report import read_history, write_report
 from headway.report.history.reader import read_json_lines
 from headway.report.page import facts
+from headway.report.page.machine import machine_section
 from headway.report.pictures import step_timeline, training_curves
 from headway.report.pictures.canvas import COLOURS, draw, plain_axes
+from headway.report.pictures.machine import samples_of_pairs, values_so_far
 from headway.report.trace_export import tensorboard_scalars, write_tensorboard
+from headway.report.write import render_page
 from headway.timeline import Span, Timeline
 from support.golden import check_golden
 from support.patience import patient
@@ -554,3 +557,98 @@ def test_a_wide_range_of_losses_gets_a_logarithmic_axis(tmp_path):
     assert ">0.001<" in wide
     assert ">10<" in wide
     assert ">14<" in narrow
+
+
+# -- a support vector machine ---------------------------------------------------------------------
+
+
+def machine_events(*, ended=True):
+    """Two pairs of classes, the second one begun again after a restart from step 4."""
+    rows = [{"event": "start", "attempt": 0, "time": 100.0, "step": 0, "ranks": 2}]
+
+    def step(number, attempt, pair, violation, active, values, seconds):
+        rows.append(
+            {"event": "svm_step", "attempt": attempt, "time": 100.0 + number, "step": number,
+             "pair": pair, "pairs": 2, "classes": f"{pair}, 2", "violation": violation,
+             "active": active, "support": 10 * number, "values": values, "seconds": seconds,
+             "remaining": 1.0}
+        )  # fmt: skip
+
+    step(1, 0, 0, 2.0, 100, 1000, 1.0)
+    step(2, 0, 0, 1.0, 40, 1500, 2.0)
+    rows.append({"event": "svm_prediction", "attempt": 0, "step": 3, "pays": True, "saved": 9e6,
+                 "cost": 2e5, "rows": 4321.0})  # fmt: skip
+    step(3, 0, 0, 0.001, 100, 2000, 3.0)
+    step(4, 0, 1, 2.0, 50, 300, 1.0)
+    step(5, 0, 1, 1.5, 50, 600, 2.0)
+    rows.append({"event": "start", "attempt": 1, "time": 106.0, "step": 0, "ranks": 2})
+    rows.append({"event": "resume", "attempt": 1, "time": 106.0, "step": 4, "ranks": 2})
+    step(5, 1, 1, 1.5, 50, 100, 1.0)
+    step(6, 1, 1, 0.0005, 30, 250, 2.0)
+    if ended:
+        pair = {"event": "svm_pair", "attempt": 1, "step": 6, "samples": 100, "violation": 0.0009,
+                "objective": -5.25, "finished": True, "steps": 77, "outer": 3, "values": 2000,
+                "reconstructions": 1}  # fmt: skip
+        rows += [{**pair, "classes": "0, 2"}, {**pair, "classes": "1, 2"}]
+        rows.append({"event": "svm_end", "attempt": 1, "step": 6, "finished": True, "support": 60,
+                     "violation": 0.0009, "objective": -10.5, "values": 2250, "accuracy": 0.97,
+                     "peak_bytes": 2**29, "bound_bytes": 2**30})  # fmt: skip
+        rows.append({"event": "stop", "attempt": 1, "time": 107.0, "step": 6, "reason": "complete"})
+    return rows
+
+
+def machine_run(path, rows):
+    path.mkdir()
+    lines = [json.dumps(row) for row in rows]
+    (path / "events.jsonl").write_text("\n".join(lines) + "\n")
+    return read_history(path)
+
+
+def test_the_history_of_a_machine_counts_each_step_once(tmp_path):
+    history = machine_run(tmp_path / "run", machine_events())
+    steps = history.machine.steps
+    assert [step.step for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert [step.attempt for step in steps] == [0, 0, 0, 0, 1, 1]
+    assert history.superseded == 1
+    assert [one.step for one in history.machine.predictions] == [3]
+    # Each pair, and each attempt, counts its values from nothing.
+    assert values_so_far(steps) == [1000, 1500, 2000, 2300, 2400, 2550]
+    assert samples_of_pairs(steps) == {0: 100, 1: 50}
+    assert len(history.machine.pairs) == 2
+
+
+def test_the_section_of_a_machine(tmp_path):
+    history = machine_run(tmp_path / "run", machine_events())
+    section = machine_section(history)
+    assert [heading for heading, _ in section.pictures] == [
+        "Violation", "Active and eliminated samples", "Support vectors", "Kernel values",
+    ]  # fmt: skip
+    facts = {fact.name: fact.value for fact in section.facts}
+    assert facts["Machine"] == "finished"
+    assert facts["Dual objective"] == "-10.5"
+    assert facts["Test"] == "97.000%"
+    assert facts["Memory"] == "512 MiB"
+    # (0 + 0.6 + 0 + 0 + 0 + 0.4) / 6
+    assert facts["Eliminated"] == "16.7%"
+    assert section.pairs[0] == ("0, 2", "100", "0.0009", "-5.25", "3", "77", "2,000", "1")
+    assert section.predictions == (("3", "4,321", "9,000,000", "200,000", "pays"),)
+    page = render_page(history)
+    assert "Whether elimination pays" in page
+    assert "Outer steps" in page
+    assert "No step is logged yet" not in page
+
+
+def test_a_machine_that_is_still_trained_has_a_page(tmp_path):
+    history = machine_run(tmp_path / "run", machine_events(ended=False))
+    section = machine_section(history)
+    facts = {fact.name: fact.value for fact in section.facts}
+    assert facts["Violation"] == "0.0005"
+    assert "Machine" not in facts
+    assert section.pairs == ()
+    assert render_page(history).count("<svg") == 4
+
+
+def test_other_runs_have_no_machine(tmp_path):
+    history = machine_run(tmp_path / "run", machine_events()[:1])
+    assert machine_section(history) is None
+    assert "The support vector machine" not in render_page(history)

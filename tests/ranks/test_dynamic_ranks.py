@@ -123,7 +123,7 @@ def test_what_is_wrong_on_one_rank_is_told_on_all(world):
     with pytest.raises(DataError, match=r"rank 1.*keys are float32"):
         bag(keys)
     weights = torch.tensor([[float("nan") if world.rank == 0 else 1.0]])
-    with pytest.raises(DataError, match=r"rank 0.*weight number 0 is nan"):
+    with pytest.raises(DataError, match=r"rank 0.*weight number 0 is nan. It would"):
         bag(torch.tensor([[1]]), per_sample_weights=weights)
     key = next(k for k in range(99) if int(hashed_parts(torch.tensor([k]), 2)) != world.rank)
     with pytest.raises(UsageError, match=rf"key {key} .* is not on rank {world.rank}"):

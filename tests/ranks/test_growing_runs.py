@@ -192,7 +192,15 @@ def recorded_none():
     return Recording({}, ())
 
 
-@pytest.mark.slow
-def test_verify_proves_it(tmp_path):
-    done = headway_here("verify", "support.growing_recipes:days", "-n", "2", cwd=tmp_path)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--whole", "--steps", "2", "--set", "arguments.model=Sharing"),
+        ("--set", "exchange.compress=fp16"),
+    ],
+    ids=["whole", "compressed"],
+)
+def test_verify_proves_it(tmp_path, words):
+    recipe = "support.growing_recipes:days"
+    done = headway_here("verify", recipe, "-n", "2", *words, cwd=tmp_path)
     assert done.code == 0, done.err

@@ -24,7 +24,8 @@ from headway.run.step.setup import check_components
 from headway.run.strategy.checkpoint import CheckpointInventory
 from headway.run.strategy.strategy import Strategy
 from headway.run.training.job import TrainJob
-from headway.run.training.loop import StopRequest, Training, train
+from headway.run.training.loop import Training, train
+from headway.run.training.stop_request import StopRequest
 from headway.verification.compare import compare
 from headway.verification.distributed_run import record_in_world
 from headway.verification.recording import Recording, VerifyJob

@@ -49,11 +49,11 @@ def test_any_plan_resumes_what_any_other_has_saved(tmp_path, optimizer):
 PLACED = (("hash", 3), ("row", 3), ("column", 2), ("grid", 4), ("table", 2), ("copies", 2))
 
 
-def save(world, way, directory):
+def save(world, way, directory, make="adam"):
     torch.manual_seed(3)
     model = table_recipes.Recommender().double()
     plan = data_parallel(8, processes=world.size, precision="float64", split=LayerSplit(tables=way))
-    made = torch.optim.Adam(model.parameters(), lr=0.05)
+    made = getattr(table_recipes, make)(model)
     run = Executor(model, made, loss=clicking, plan=plan, seed=3, world=World.adopt())
     batches = run.batches(Clicks(), epochs=None)
     with pytest.raises(UsageError, match=r"run\.cut"):
@@ -90,6 +90,14 @@ def test_ranks_write_boxes_and_no_rank_a_whole_table(tmp_path, way, ranks):
             assert sum(a * b for a, b in pieces) == whole[0] * whole[1]
             if way != "hash":
                 assert pieces == sorted(shape[name] for shape in shapes)
+
+
+def test_no_rank_writes_what_an_optimiser_has_from_the_first_of_tables_that_are_away(tmp_path):
+    run_ranks(2, save, "table", str(tmp_path), "adagrad")
+    (step,) = committed_steps(tmp_path)
+    tensors = read_manifest(step_path(tmp_path, step)).tensors
+    assert {len(t.chunks) for n, t in tensors.items() if n.startswith("optimizer.")} == {1}
+    assert tensors["optimizer.users.weight.sum"].shape == tensors["model.users.weight"].shape
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import pytest
 import headway
 from headway.errors import NotEqual
 from headway.plans import ExchangePlan, data_parallel
+from headway.run.recipe.factory import load_recipe
 
 
 def ends(recipe="support.recipes:mlp", **options):
@@ -22,6 +23,17 @@ def test_training_and_resumed_runs_end_as_the_serial_run():
         assert end.equal, f"{name}: {end.first}"
         kinds = {difference.kind for difference in end.differences}
         assert kinds == {"loss", "facts", "parameter", "optimizer", "validation", "journal"}
+
+
+def test_a_recipe_object_ends_as_its_reference_does():
+    recipe = load_recipe("support.recipes:mlp")
+    assert all(end.equal for end in ends(recipe, processes=1).values())
+
+
+def test_shards_resume_with_an_optimiser_that_has_a_number_for_each_row():
+    made = ["zero=3", "arguments.optimizer=row_wise"]
+    found = ends("support.table_recipes:clicks", overrides=made)
+    assert all(end.equal for end in found.values())
 
 
 def test_a_recipe_file_without_validation_is_compared_too(tmp_path):

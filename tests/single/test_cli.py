@@ -143,7 +143,7 @@ def test_the_help_of_a_command_begins_with_an_example_that_it_takes(command, cap
     first = capsys.readouterr().out.splitlines()[0]
     assert first == f"Example: headway {command.words} {command.example}".rstrip()
     words = [*command.words.split(), *shlex.split(command.example)]
-    cli.build_app().parse_args(words, exit_on_error=False, print_error=False)
+    cli.build_app().parse_args(cli.parser_words(words), exit_on_error=False, print_error=False)
 
 
 @pytest.mark.parametrize("words", [[], ["-h"], ["help"], ["--help"]])
@@ -175,7 +175,7 @@ def test_every_command_exists_and_has_a_page(capsys):
     ("words", "message"),
     [
         (["trian"], "there is no command 'trian'; did you mean train?"),
-        (["plan", "shw"], "there is no command 'plan shw'; did you mean plan show or plan search?"),
+        (["plan", "shw"], "there is no command 'plan shw'; did you mean plan show or plan svm?"),
         (
             ["zzz"],
             "legal: checkpoint, cluster, collective, demo, exchange, explain, launch, plan, "

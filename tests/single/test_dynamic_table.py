@@ -86,6 +86,32 @@ def test_keys_that_all_want_the_same_slot(monkeypatch):
     assert torch.equal(torch.cat([keys, keys])[first][inverse], torch.cat([keys, keys]))
 
 
+def test_thousands_of_keys_in_long_stretches(monkeypatch):
+    """Many keys look at one slot after the other, the last few at several at once."""
+    monkeypatch.setattr("headway.nn.dynamic_storage.mixed_hashes", lambda keys: keys << 59)
+    keys, missing = torch.arange(8000), torch.arange(8000, 12000)
+    index = KeyIndex(torch.device("cpu"))
+    index.insert(keys, keys + 1)
+    removed = keys % 7 == 0
+    assert sorted(index.remove(keys[removed]).tolist()) == (keys[removed] + 1).tolist()
+    assert torch.equal(index.find(keys), torch.where(removed, -1, keys + 1))
+    assert index.find(missing).tolist() == [-1] * 4000
+
+
+def test_rows_are_written_in_the_type_that_the_module_has_been_moved_to():
+    keys, rows = torch.tensor([5, -2]), torch.full((2, 3), 1 / 3, dtype=torch.float64)
+    first, second, third = (DynamicEmbeddingBag(3).double() for _ in range(3))
+    first.table.upsert(keys, rows)
+    second.load_state_dict(first.state_dict())
+    for piece in second.table.pieces():
+        third.table.take_piece(piece)
+    for bag in (first, second, third):
+        assert torch.equal(bag.table.lookup(keys), rows)
+    first.float()
+    (exported,) = (found for _, found in first.table.export())
+    assert exported.dtype == torch.float32
+
+
 def test_removed_keys_do_not_fill_the_index():
     store = RowStore()
     store.add_column("values", (1,), torch.float32)

@@ -36,7 +36,7 @@ from headway.run.distributed.failure_record import (
 )
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World, translate_exception
-from headway.run.training.loop import StopRequest
+from headway.run.training.stop_request import StopRequest
 
 RANK_1 = replace(LaunchEnv(), rank=1, ranks=2, attempt=3)
 
@@ -276,7 +276,7 @@ def test_a_signal_becomes_a_request_and_handlers_return(name):
 
 def test_a_second_interrupt_is_at_once_but_its_echo_is_not(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("headway.run.training.loop.monotonic", lambda: now[0])
+    monkeypatch.setattr("headway.run.training.stop_request.monotonic", lambda: now[0])
     with StopRequest() as stop:
         signal.raise_signal(signal.SIGINT)
         now[0] += 0.1
@@ -289,7 +289,7 @@ def test_a_second_interrupt_is_at_once_but_its_echo_is_not(monkeypatch):
 
 def test_sigterm_may_come_again(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("headway.run.training.loop.monotonic", lambda: now[0])
+    monkeypatch.setattr("headway.run.training.stop_request.monotonic", lambda: now[0])
     with StopRequest() as stop:
         for _ in range(3):
             signal.raise_signal(signal.SIGTERM)

@@ -177,3 +177,5 @@ def test_plans_that_there_are_not(tmp_path: Path) -> None:
     assert {one.lacks for one in found.inexact} == {"a batch of 3 samples for 4 devices"}
     with pytest.raises(UsageError, match="there is no plan local-7"):
         planned(described(tmp_path, 1)).save(tmp_path / "plan.json", take="local-7")
+    with pytest.raises(UsageError, match=r"no tables were placed over ranks(.|\n)*split\.tables"):
+        planned(described(tmp_path, 1)).save(tmp_path / "plan.json", take="tables")

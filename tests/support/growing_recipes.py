@@ -41,6 +41,19 @@ class Forgetting(Growing):
         super().__init__(admit_after=1, evict_after=2)
 
 
+class Sharing(Growing):
+    """Two modules look up in one table that grows."""
+
+    def __init__(self):
+        super().__init__()
+        self.friends = DynamicEmbeddingBag(table=self.users.table)
+
+    def forward(self, data):
+        item, tags, weights = data[1:4]
+        friends = self.friends(tags[:, :1] * 2**40 - 3, per_sample_weights=weights[:, :1])
+        return self.top(torch.cat([self.users(tags) + friends, self.items(item)], 1))
+
+
 class Days(IterableDataset):
     """Without an end; every day has users that were never seen before."""
 

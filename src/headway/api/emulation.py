@@ -25,7 +25,7 @@ from headway.launch.emulation import (
     pacing_limits,
 )
 from headway.launch.namespaces import enter_user_namespace
-from headway.launch.preflight import check_processes
+from headway.launch.preflight import check_processes, check_world
 from headway.run.distributed.launch_env import LaunchEnv
 
 
@@ -144,12 +144,7 @@ def count_ranks(
             )
         return cluster.ranks
     if place.found_world:
-        if processes not in (None, place.ranks):
-            raise UsageError(
-                f"--processes {processes} contradicts the {place.ranks} that {place.launcher} "
-                "has started",
-                fix="Leave --processes out: the launcher decides.",
-            )
+        check_world(place, processes)
         return place.ranks
     check_processes(processes or default)  # here, before anything is made for the run
     return processes or default

@@ -229,6 +229,14 @@ class PlanningResult:
         plans = {one.name: one.plan for one in self.inexact if one.plan is not None}
         if self.tables is not None:
             plans[TABLES] = self.tables.plan
+        if name == TABLES and self.tables is None:
+            raise UsageError(
+                "no tables were placed over ranks",
+                where=f"--take {TABLES}",
+                why="That is done on devices of one type, for a model with an nn.EmbeddingBag, or "
+                "whose tables are at least half of its parameters.",
+                fix="Say yourself where they lie: headway train RECIPE --set split.tables=row.",
+            )
         if name not in plans:
             raise UsageError(
                 f"there is no plan {name}",

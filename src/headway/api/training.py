@@ -29,7 +29,6 @@ from headway.api.plan_selection import (
 )
 from headway.api.schedule_table import recipe_overrides
 from headway.cluster import Fault, check_faults
-from headway.documents import parse_json
 from headway.errors import TIMEOUT_SECONDS, HeadwayError, UsageError
 from headway.keywords import checks_keywords
 from headway.launch.emulation import EmulatedCluster, PacedCluster
@@ -396,7 +395,8 @@ def train_to_prove(
     reference = recipe if isinstance(recipe, SentRecipe) else sendable_recipe(recipe, overrides)
     job = TrainJob(
         recipe=reference,
-        overrides=tuple(overrides) if isinstance(reference, str) else (),
+        # An object that is sent here has taken them in; one that was sent before has not.
+        overrides=tuple(overrides) if isinstance(reference, str | SentRecipe) else (),
         directory=directory,
         plan=plan,
         resume=resume,
@@ -427,7 +427,7 @@ def _launch(
     from headway.run.recipe.sent_recipe import send_recipe
 
     job = replace(job, recipe=send_recipe(job.recipe))
-    first = _next_attempt(RunDirectory(job.directory)) if job.resume else 0
+    first = RunDirectory(job.directory).next_attempt if job.resume else 0
     if faults:
         happening = FaultInjector(
             faults=faults, directory=job.directory, first_attempt=first, emulated=emulated
@@ -471,16 +471,3 @@ def _result(
         stopped_by=stopped_by,
         attempts=attempts,
     )
-
-
-def _next_attempt(run: RunDirectory) -> int:
-    """A resumed run goes on counting, so that the history knows which step was done last."""
-    attempts = [-1]  # without any event the next attempt is 0
-    for line in run.events_file.read_bytes().splitlines() if run.events_file.exists() else ():
-        try:
-            event = parse_json(line)
-        except ValueError:  # the last line of a process that was killed
-            continue
-        attempt = event.get("attempt") if isinstance(event, dict) else None
-        attempts.append(attempt if isinstance(attempt, int) else 0)
-    return max(attempts) + 1

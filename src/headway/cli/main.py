@@ -54,6 +54,12 @@ TASKS = {
             "Write a job file: Slurm, Kubernetes.",
             "my_module:recipe --write slurm --nodes 2 -n 4 --directory /shared/runs/recipe",
         ),
+        Command(
+            "train svm",
+            "svm:train_svm",
+            "Train a support vector machine on a file in libsvm's format.",
+            "data.libsvm --processes 4 --C 10 --gamma 0.5",
+        ),
         Command("demo", "demo:demo", "Train, verify and report a small model.", ""),
     ),
     "Find a plan": (
@@ -62,6 +68,12 @@ TASKS = {
             "plan.search:search_plans",
             "Find plans for a recipe on a cluster; also `headway plan RECIPE`.",
             "my_module:recipe --cluster dgx-a100 --out plan.json",
+        ),
+        Command(
+            "plan svm",
+            "plan.support_vectors:plan_svm",
+            "Memory and time of a support vector machine on so many ranks.",
+            "--rows 11000000 --columns 28 --cluster dgx-a100",
         ),
         Command(
             "explain",
@@ -250,14 +262,18 @@ def run_command(words: list[str]) -> int:
     if words[0] == "plan" and len(words) > 1 and _is_recipe(words[1]):
         words = ["plan", "search", *words[1:]]
     _check_command(words)
-    if {"--help", "-h"} & set(words) and (asked := _command_of(words)) is not None:
+    asked = _command_of(words)
+    if {"--help", "-h"} & set(words) and asked is not None:
         say(f"Example: {f'headway {asked.words} {asked.example}'.rstrip()}\n")
     from cyclopts import CycloptsError
 
     try:
         # cyclopts would print its own error otherwise, and end the process with the result.
         result = build_app()(
-            words, exit_on_error=False, print_error=False, result_action="return_value"
+            parser_words(words),
+            exit_on_error=False,
+            print_error=False,
+            result_action="return_value",
         )
     except CycloptsError as error:
         raise _usage_error(error, words) from error
@@ -266,8 +282,18 @@ def run_command(words: list[str]) -> int:
 
 
 def _command_of(words: list[str]) -> Command | None:
-    """The command that the words begin with."""
-    return next((c for c in COMMANDS if words[: len(c.words.split())] == c.words.split()), None)
+    """The command that the words begin with; the longest one: "train svm" is no recipe "svm"."""
+    found = [c for c in COMMANDS if words[: len(c.words.split())] == c.words.split()]
+    return max(found, key=lambda command: len(command.words), default=None)
+
+
+def parser_words(words: list[str]) -> list[str]:
+    """The words for the parser: those of a command whose first one is a command too are one."""
+    command = _command_of(words)
+    outer = "" if command is None else command.words.rpartition(" ")[0]
+    if command is None or not outer or outer in GROUPS:
+        return words
+    return [command.words, *words[len(command.words.split()) :]]
 
 
 def _is_recipe(word: str) -> bool:
@@ -314,7 +340,7 @@ def build_app() -> App:
         app.command(group)
     for command in COMMANDS:
         outer, _, name = command.words.rpartition(" ")
-        parent = groups[outer] if outer else app
+        parent, name = (groups[outer], name) if outer in groups else (app, command.words)
         target = f"headway.cli.{command.target}"
         parent.command(target, name=name, help=command.help, help_format="plaintext")
     return app

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,9 +10,8 @@ from cyclopts import Parameter
 from headway.api.plan_selection import MEASURE, CollectiveName
 from headway.api.training import PATIENCE, TIMEOUT, TRACE_STEPS, TrainingResult
 from headway.api.training import train as train_recipe
-from headway.cli.terminal.console import say, say_json, show_error
-from headway.cli.terminal.progress import ProgressDisplay
-from headway.errors import HeadwayError
+from headway.cli.terminal.console import exit_code, say, say_json
+from headway.cli.terminal.progress import RunDisplay
 from headway.launch.restart_policy import RESTARTS
 from headway.run.distributed.launch_env import LaunchEnv
 
@@ -90,41 +86,14 @@ def train(
         faults=faults,
         replay=replay,
         trace_steps=trace_steps,
-        observer=_Progress(),
+        observer=RunDisplay(),
     )
     place = LaunchEnv.here()
     # Under torchrun every rank runs this command; one of them speaks.
     if place.rank == 0:
         _print_result(result, json=json)
     # Launchers take any other code for a failed rank, and kill or restart the job.
-    return 0 if place.found_world else _exit_code(result.stopped_by)
-
-
-class _Progress:
-    """Shows the progress of a run; a `TrainingObserver`."""
-
-    def __init__(self) -> None:
-        self._causes: dict[int, str] = {}
-        self._display: ProgressDisplay | None = None
-
-    @contextmanager
-    def watch(self, directory: Path, *, launched: bool) -> Iterator[None]:
-        # Beside other ranks in one terminal (torchrun, srun) a live display would be torn.
-        live = None if launched else False
-        self._display = ProgressDisplay(
-            directory, live=live, cause=lambda attempt: self._causes.get(attempt, "")
-        )
-        with self._display:
-            yield
-
-    def restarted(self, attempt: int, cause: str) -> None:
-        self._causes[attempt] = cause
-
-    def failed(self, error: HeadwayError) -> None:
-        if self._display is not None:
-            # The process ends right after this, and the display's thread with it.
-            self._display.close()
-        show_error(error, trace=False)
+    return 0 if place.found_world else exit_code(result.stopped_by)
 
 
 def _print_result(result: TrainingResult, *, json: bool) -> None:
@@ -142,11 +111,3 @@ def _print_result(result: TrainingResult, *, json: bool) -> None:
     say(f"run directory  {result.directory}")
     if result.stopped_by is None:
         say(f"next           headway report {result.directory}")
-
-
-def _exit_code(stopped_by: str | None) -> int:
-    """0, or 128 + the number of the signal that asked for the end, as shells have it."""
-    if stopped_by is None:
-        return 0
-    number = getattr(signal, stopped_by, None)
-    return 128 + int(number) if number is not None else 130

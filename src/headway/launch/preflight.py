@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headway.cluster.local_machine import cores
 from headway.errors import UsageError
-from headway.run.distributed.launch_env import user_threads
+from headway.run.distributed.launch_env import LaunchEnv, user_threads
 
 MAX_PROCESSES = 4096
 """On one machine; each takes some 100 MB."""
@@ -32,6 +32,20 @@ def check_processes(processes: int) -> tuple[str, ...]:
         f"{processes} processes share {available} CPU cores: they will wait for each other; "
         f"on CPUs use --processes {available} or fewer",
     )
+
+
+def check_world(place: LaunchEnv, processes: int | None) -> None:
+    """Refuse another number of processes than the world has that a launcher has made.
+
+    Raises:
+        UsageError: With both numbers.
+    """
+    if processes not in (None, place.ranks):
+        raise UsageError(
+            f"--processes {processes} contradicts the {place.ranks} that {place.launcher} "
+            "has started",
+            fix="Leave --processes out: the launcher decides.",
+        )
 
 
 def threads_for(processes: int, threads: int | None = None) -> int:

@@ -137,7 +137,7 @@ class DynamicEmbeddingBag(nn.Module):
             bags = self._bags(keys, offsets, lengths, weights)
         except DataError as error:
             none = torch.empty(0, dtype=torch.int64, device=self.table.weight.device)
-            problem = " ".join([error.what, error.why])
+            problem = ". ".join(filter(None, [error.what, error.why.rstrip(".")]))
             return Lookup(name, "sum", none, 0, torch.Size((0, dim)), problem=problem)
         mode, factors = self._shares(bags)
         shape = torch.Size((len(bags.sizes), dim))

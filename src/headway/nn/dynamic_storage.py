@@ -12,13 +12,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from headway.nn.row_moves import take_rows
+from headway.nn.huge_pages import empty_in_huge_pages
+from headway.nn.row_moves import marked, take_rows
 from headway.parallel.tables.table_parts import mixed_hashes
 
 _EMPTY, _REMOVED = -1, -2
 _FIRST_SLOTS = 1 << 10
 # Half full, three keys of four are found at the first slot at which one looks.
 _MOST_LOAD = 0.5
+# So many keys look at one slot after the other; fewer at several at once.
+_FEW = 2000
 _CHUNK = 1 << 20
 
 
@@ -41,7 +44,7 @@ def distinct(keys: Tensor) -> tuple[Tensor, Tensor]:
     hashes = mixed_hashes(keys)
     slots = hashes & ((1 << bits) - 1)
     chosen = board.scatter_(0, slots, everyone).gather(0, slots)
-    waiting = (keys.index_select(0, chosen) != keys).nonzero().squeeze(1)
+    waiting = marked(keys.index_select(0, chosen) != keys)
     for turn in range(1, 64 // bits):
         if not len(waiting):
             break
@@ -56,7 +59,7 @@ def distinct(keys: Tensor) -> tuple[Tensor, Tensor]:
         chosen[waiting] = last.scatter_(0, inverse, waiting)[inverse].int()
     first = chosen == everyone
     numbers = first.cumsum(0) - 1
-    return first.nonzero().squeeze(1), numbers.index_select(0, chosen)
+    return marked(first), numbers.index_select(0, chosen)
 
 
 class KeyIndex:
@@ -73,7 +76,7 @@ class KeyIndex:
 
     @staticmethod
     def _empty(slots: int, device: torch.device) -> Tensor:
-        return torch.full((slots, 2), _EMPTY, dtype=torch.int64, device=device)
+        return empty_in_huge_pages((slots, 2), torch.int64, device).fill_(_EMPTY)
 
     @property
     def slots(self) -> int:
@@ -92,28 +95,51 @@ class KeyIndex:
         return rows if self._used == self.size else rows.clamp_(min=-1)
 
     def _search(self, keys: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """From a slot on, where each key is or was, or the first empty slot; what it says there."""
+        """From a slot on, where each key is or was, or the first empty slot; what it says there.
+
+        Args:
+            keys: int64 [n].
+            slots: int64 [n]; where the search ends takes the place of where it begins.
+        """
+        rows, waiting = self._look(keys, slots)
+        ends, slots = slots, slots.index_select(0, waiting)
+        keys = keys.index_select(0, waiting)
+        while len(waiting) > _FEW:
+            slots = (slots + 1).bitwise_and_(self.slots - 1)
+            found, on = self._look(keys, slots)
+            rows.scatter_(0, waiting, found)
+            ends.scatter_(0, waiting, slots)
+            waiting, slots = waiting.index_select(0, on), slots.index_select(0, on)
+            keys = keys.index_select(0, on)
+        if len(waiting):
+            ends[waiting], rows[waiting] = self._search_stretches(keys, slots + 1)
+        return ends, rows
+
+    def _look(self, keys: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Row numbers in slots [n], and where among them there is another key, int64 [others]."""
         entries = take_rows(self._entries, slots)
         rows = entries[:, 1].contiguous()
-        going = (entries[:, 0] != keys) & (rows != _EMPTY)
-        waiting = going.nonzero().squeeze(1)
-        if not len(waiting):
-            return slots, rows
-        ends = slots.clone()
-        slots, keys = slots.index_select(0, waiting) + 1, keys.index_select(0, waiting)
-        width = 2
+        others = marked(entries[:, 0] != keys)
+        full = marked(rows.index_select(0, others) != _EMPTY)
+        return rows, others.index_select(0, full)
+
+    def _search_stretches(self, keys: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """As `_search`, of few keys: the longest stretch has many times the mean."""
+        ends, rows = torch.empty_like(slots), torch.empty_like(slots)
+        waiting = torch.arange(len(keys), device=keys.device)
+        width = 4
         while len(waiting):
-            # Fewer keys look at more slots at once: the longest stretch has many times the mean.
             near = slots.unsqueeze(1) + torch.arange(width, device=slots.device)
-            near &= self.slots - 1
-            entries = take_rows(self._entries, near.view(-1)).view(*near.shape, 2)
-            found = entries[..., 1]
-            stops = (entries[..., 0] == keys.unsqueeze(1)) | (found == _EMPTY)
-            first = stops.to(torch.uint8).argmax(1, keepdim=True)
-            there = stops.gather(1, first).squeeze(1)
-            rows[waiting] = found.gather(1, first).squeeze(1)
-            ends[waiting] = near.gather(1, first).squeeze(1)
-            on = (~there).nonzero().squeeze(1)
+            near = near.bitwise_and_(self.slots - 1).view(-1)
+            entries = take_rows(self._entries, near)
+            stops = entries[:, 1] == _EMPTY
+            stops |= (entries[:, 0].view(-1, width) == keys.unsqueeze(1)).view(-1)
+            # Numbers into all of `near`: `gather` takes many times the time.
+            first = stops.view(torch.uint8).view(-1, width).argmax(1)
+            first += torch.arange(0, len(near), width, device=slots.device)
+            ends[waiting] = near.index_select(0, first)
+            rows[waiting] = entries[:, 1].index_select(0, first)
+            on = marked(~stops.index_select(0, first))
             waiting, slots, keys = waiting[on], slots[on] + width, keys[on]
             width = min(4 * width, self.slots)
         return ends, rows
@@ -208,7 +234,7 @@ class RowStore:
     def add_column(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Another tensor with an entry for each row."""
         device = self._free.device
-        self.columns[name] = torch.empty((self._room, *shape), dtype=dtype, device=device)
+        self.columns[name] = empty_in_huge_pages((self._room, *shape), dtype, device)
 
     def find(self, keys: Tensor) -> Tensor:
         """Row numbers [n] of keys, -1 for missing ones."""
@@ -264,7 +290,7 @@ class RowStore:
     def _grow(self, room: int) -> None:
         for name, old in self.columns.items():
             # One after the other: the old tensor of a column is gone before the next one is made.
-            new = torch.empty((room, *old.shape[1:]), dtype=old.dtype, device=old.device)
+            new = empty_in_huge_pages((room, *old.shape[1:]), old.dtype, old.device)
             new[: len(old)] = old
             self.columns[name] = new
         self._room = room

@@ -176,6 +176,7 @@ class DynamicTable(nn.Module):
                 why=f"There must be one key for each row, and rows have {self.dim} columns.",
             )
         self._check_here(keys)
+        self._follow()
         unique, inverse = torch.unique(keys.long(), return_inverse=True)
         last = torch.zeros(len(unique), dtype=torch.int64, device=keys.device)
         last.scatter_reduce_(0, inverse, torch.arange(len(keys), device=keys.device), "amax")
@@ -190,6 +191,7 @@ class DynamicTable(nn.Module):
         """
         unique = torch.unique(checked_keys(keys))
         self._check_here(unique)
+        self._follow()
         there = int((self._find(unique) >= 0).sum())
         self._changes += 1
         self._rows.remove(unique)
@@ -202,6 +204,7 @@ class DynamicTable(nn.Module):
         Yields:
             int64 [n] and [n, dim]; in no order that means anything.
         """
+        self._follow()
         for keys, rows in self._rows.index.chunks(chunk):
             if self.evict_after is not None:
                 kept = ~self._old(self._rows, rows)
@@ -511,6 +514,7 @@ class DynamicTable(nn.Module):
             raise self._mismatch(law)
         self.clock = int(piece["clock"])
         self._changes += 1
+        self._follow()
         slots = None if optimizer is None else self._slots_of(optimizer)
         whole = {k[6:]: v.clone() for k, v in piece.items() if k.startswith("state.")}
         if optimizer is not None and slots is not None and whole:
@@ -631,6 +635,7 @@ class DynamicTable(nn.Module):
             )
         self.clock = state["clock"]
         self._forget_step()
+        self._follow()  # else rows of a module that has just been moved would be rounded
         stores = []
         for name, old in (("rows", self._rows), ("waiting", self._waiting)):
             saved = state[name]

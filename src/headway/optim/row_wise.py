@@ -77,10 +77,11 @@ class RowWiseAdagrad(Optimizer):
             squares = self._squares(parameter, gradient, by_row)
             sums.index_add_(0, rows, squares)
             step = gradient / _beside(sums.index_select(0, rows).sqrt() + eps, gradient)
-            parameter.index_add_(0, rows, step * -rate)
+            parameter.index_add_(0, rows, step.mul_(-rate))
             return
         sums.add_(self._squares(parameter, gradient, by_row))
-        parameter.sub_(gradient / _beside(sums.sqrt() + eps, gradient) * rate)
+        step = gradient / _beside(sums.sqrt() + eps, gradient)
+        parameter.sub_(step.mul_(rate))
 
     def _squares(self, parameter: Tensor, gradient: Tensor, by_row: bool) -> Tensor:
         squares = gradient.square()

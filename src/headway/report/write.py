@@ -20,6 +20,7 @@ from headway.errors import MissingExtra, UsageError
 from headway.report.history.reader import read_history
 from headway.report.history.records import LoggedWarning, RunHistory
 from headway.report.page import facts
+from headway.report.page.machine import machine_section
 from headway.report.page.sections import exchange_section, pipeline_section, prediction_section
 from headway.report.page.workers import workers_section
 from headway.report.pictures import step_timeline, training_curves
@@ -71,6 +72,7 @@ def render_page(history: RunHistory, notes: tuple[str, ...] = ()) -> str:
         pipeline=pipeline_section(history, step),
         predicted=prediction_section(history, step),
         workers=workers_section(history),
+        machine=machine_section(history),
         # Our own pictures alone: the template escapes everything else.
         picture=Markup,
         peaks=_peaks(history),

@@ -141,7 +141,7 @@ class EliminationClock:
     def __post_init__(self) -> None:
         first = self.rule.first
         if self.rule == ADAPTIVE:
-            first = min(self.samples, 1000)
+            first = 1
         self._next = first if first >= 1 else math.ceil(first * self.samples)
 
     def due(self, steps: int) -> bool:
@@ -150,7 +150,7 @@ class EliminationClock:
 
     def tested(self, steps: int, active: int) -> None:
         """The next test is after as many steps as samples are active."""
-        self._next = steps + (min(active, 1000) if self.rule == ADAPTIVE else active)
+        self._next = steps + (1 if self.rule == ADAPTIVE else active)
 
     def reconstructed(self, steps: int) -> None:
         """Gamma of all samples has been made anew, and all take part again."""

@@ -39,7 +39,7 @@ from headway.documents import parse_json
 from headway.errors import UsageError
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
-from headway.run.training.loop import StopRequest
+from headway.run.training.stop_request import StopRequest
 from headway.svm.arrays import Array, Indices, Matrix
 from headway.svm.elimination import NONE, RULES
 from headway.svm.kernels import Kernel

@@ -19,6 +19,8 @@ from torch import Tensor
 from headway.svm.arrays import Array, Indices, Matrix
 from headway.svm.products import (
     PackedColumns,
+    exponentials,
+    half_squares,
     pack_columns,
     products_by_row,
     scaled_products,
@@ -62,6 +64,10 @@ class Kernel:
         Args:
             products: x z of scaled samples; of "rbf" less half of the squares of both.
         """
+        if self.name == "rbf" and products.dtype == torch.float32:
+            values = products.numpy()
+            exponentials(values, values.view(np.int32))
+            return products
         if self.name == "rbf":
             return products.exp_()
         if self.name == "poly":
@@ -123,7 +129,7 @@ class DenseSamples:
             stretch[:, :width] = part
             if more:
                 # Of what has been rounded: the distance of a sample from itself is nothing.
-                stretch[:, width] = stretch[:, :width].double().square().sum(1) / -2
+                stretch[:, width] = torch.from_numpy(half_squares(stretch[:, :width].numpy()))
                 stretch[:, width + 1] = 1.0
         return cls(kernel, values)
 

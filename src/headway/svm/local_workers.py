@@ -24,7 +24,7 @@ from headway.errors import RunError
 from headway.launch.local import LaunchResult, launch_local
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
-from headway.run.training.loop import StopRequest
+from headway.run.training.stop_request import StopRequest
 from headway.svm.arrays import Array, Indices, Matrix
 from headway.svm.kernels import Kernel
 from headway.svm.machine import Machine

@@ -114,6 +114,7 @@ class Progress:
         seconds: Since the beginning.
         remaining: Seconds until the end, as far as one can tell.
         votes: What ranks have voted for.
+        predictions: Of the rule "adaptive", those since the progress before.
     """
 
     violation: float
@@ -125,6 +126,7 @@ class Progress:
     seconds: float
     remaining: float
     votes: int
+    predictions: tuple[Prediction, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,7 @@ class _Active:
     bounds: Array
     alpha: Array
     gamma: Array
+    aside: int = 0  # support vectors of the rank that do not
 
     def sides(self) -> tuple[Array, Array]:
         """Gamma where y a may rise, else infinity; where it may sink, else -infinity."""
@@ -201,6 +204,7 @@ class _Counts:
     values: float = 0.0  # of this rank
     rows: int = 0
     reconstructions: int = 0
+    told: int = 0  # predictions that a progress has told
     began: float = field(default_factory=time.monotonic)
 
 
@@ -227,8 +231,7 @@ class Solver:
         self._work = RemainingWork(options.tolerance, share.total)
         self._counts = _Counts()
         self._shift = self._mean()
-        pairs = options.working_set <= FEW
-        self._dtype = torch.float64 if pairs else torch.float32
+        self._dtype = torch.float64 if options.working_set <= FEW else torch.float32
         self._all = self._prepare()
         self._active = self._activate(None)
         self._before: _WorkingSet | None = None
@@ -345,6 +348,7 @@ class Solver:
         return _Active(
             places, self._all.take(places), share.labels[places], share.bounds[places],
             self._alpha[places], self._gamma[places],
+            aside=int(np.count_nonzero(self._alpha) - np.count_nonzero(self._alpha[places])),
         )  # fmt: skip
 
     def _write_back(self) -> None:
@@ -370,7 +374,7 @@ class Solver:
         moved = np.count_nonzero(active.alpha != self._exact_alpha[active.places])
         head = [
             rising.min(initial=np.inf), sinking.max(initial=-np.inf), len(active.places),
-            np.count_nonzero(active.alpha), self._counts.values, self.vote, moved,
+            np.count_nonzero(active.alpha) + active.aside, self._counts.values, self.vote, moved,
         ]  # fmt: skip
         message = np.full(_HEAD + 2 * half * 5, np.nan)
         message[:_HEAD] = head
@@ -549,6 +553,8 @@ class Solver:
     def _progress(self, heads: Array, votes: int) -> Progress:
         counts = self._counts
         seconds = time.monotonic() - counts.began
+        predictions = tuple(self._clock.predictions[counts.told :])
+        counts.told += len(predictions)
         return Progress(
             violation=self._violation,
             active=int(heads[:, 2].sum()),
@@ -559,6 +565,7 @@ class Solver:
             seconds=seconds,
             remaining=self._work.rows() / max(counts.rows, 1) * seconds,
             votes=votes,
+            predictions=predictions,
         )
 
 

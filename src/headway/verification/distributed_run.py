@@ -42,6 +42,7 @@ from headway.run.recipe.training_data import training_data
 from headway.run.step.forward_pass import to_float64
 from headway.run.step.randomness import build_model
 from headway.run.step.setup import recipe_plan, stepped_each_step
+from headway.run.strategy.growing_tables import GrowingTables
 from headway.run.strategy.training_state import TrainingState
 from headway.run.synchrony.rounds import RoundsRun
 from headway.run.synchrony.worker_group import AnyFreeRun
@@ -105,10 +106,11 @@ def has_precision_law(recipe: Recipe, plan: Plan) -> bool:
     shapes than in one process, and how their rounding differs no law says; nor by how much rounding
     grows from level to level of Adasum. Where groups of ranks combine parameters among themselves,
     only those of rank 0 are recorded. Nor is there one for numbers that ranks exchange in a forward
-    pass (`RecordedRun.coupled`).
+    pass (`RecordedRun.coupled`), as those of tables that are split or grow.
     """
     alike = plan.copies == plan.ranks and not plan.memory.zero and not plan.split.ranks > 1
     alike = alike and not plan.split.tables
+    model = build_model(recipe)
     return (
         recipe.precision != "float64"
         and alike
@@ -116,7 +118,8 @@ def has_precision_law(recipe: Recipe, plan: Plan) -> bool:
         and plan.exchange.values == "gradients"
         and (plan.exchange.reduce != "adasum" or plan.ranks == 2)
         and not any(part.ranks for part in plan.exchange.parts)
-        and all(p.is_cpu and not p.is_complex() for p in build_model(recipe).parameters())
+        and not GrowingTables(model).tables
+        and all(p.is_cpu and not p.is_complex() for p in model.parameters())
     )
 
 

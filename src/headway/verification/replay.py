@@ -8,8 +8,9 @@ rounding grows from step to step: an element that is sent in one run and kept in
 two magnitudes differ in the last bit would otherwise make all further steps differ.
 
 Where ranks exchange numbers in their forward passes (batch normalisation over the global batch, a
-loss that gathers features), no rank's share can be made alone. One replica then computes the whole
-batch at once: its gradients must be the sum of what the ranks have put into their buckets.
+loss that gathers features, tables that are split or grow), no rank's share can be made alone. One
+replica then computes the whole batch at once: its gradients must be the sum of what the ranks have
+put into their buckets.
 
 The run in the recipe's own precision is made again likewise (`VerifyJob.narrow`). Each link then
 has the bound of its own rounding (`reference.rounding`): in units in the last place of its type, as
@@ -40,6 +41,7 @@ from headway.run.recipe.training_data import training_data
 from headway.run.step.forward_pass import to_float64
 from headway.run.step.randomness import RandomDraws
 from headway.run.step.setup import stepped_each_step
+from headway.run.strategy.growing_tables import GrowingTables
 from headway.run.strategy.split_tables import table_modules
 from headway.run.strategy.training_state import TrainingState
 from headway.verification.exchange_recording import (
@@ -134,7 +136,10 @@ class Replay:
         self._updates = plan.exchange.values == "updates"
         # Ranks that hold a part of the model, or of a sample, have no gradients of a whole one.
         self._replicated = not plan.split.tensor and plan.mesh.degree(SPACE) == 1
-        self._coupled = self._replicated and (recorded.coupled or bool(plan.split.tables))
+        first = self._initial_model()
+        growing = GrowingTables(first).weights
+        looks_up = bool(plan.split.tables or growing)
+        self._coupled = self._replicated and (recorded.coupled or looks_up)
         if self._coupled and (plan.exchange.reduce == "adasum" or self._updates):
             raise UsageError(
                 "the gradients of each rank depend on the samples of the others, and Adasum "
@@ -143,16 +148,12 @@ class Replay:
                 fix='Verify with reduce = "mean" and values = "gradients".',
             )
         count = plan.ranks if self._replicated and not self._coupled else 1
-        self._replicas = [
-            build_training_state(recipe, self._initial_model(), reference=True)
-            for _ in range(count)
-        ]
+        models = [first, *(self._initial_model() for _ in range(count - 1))]
+        self._replicas = [build_training_state(recipe, m, reference=True) for m in models]
         self.expected.initial = initial_values(self._replicas[0].model)
         self._tables = {
-            name
-            for name in table_modules(self._replicas[0].model)
-            if split_of(name, plan.split.tables) is not None
-        }
+            name for name in table_modules(first) if split_of(name, plan.split.tables) is not None
+        } | growing.keys()
         self._states: list[dict[str, Tensor]] = [{} for _ in exchanges]
         # Counted here: a compressor that does not count would draw the same numbers for ever.
         self._compressed: Counter[str] = Counter()

@@ -19,7 +19,8 @@ from headway.plans import Plan
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
 from headway.run.training.job import TrainJob
-from headway.run.training.loop import StopRequest, Training
+from headway.run.training.loop import Training
+from headway.run.training.stop_request import StopRequest
 from headway.verification.distributed_run import RecordedRun, on_two_nodes
 from headway.verification.exchange_recording import RecordedExchange, exchange_file
 from headway.verification.recording import Recording, VerifyJob

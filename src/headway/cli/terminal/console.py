@@ -126,6 +126,16 @@ def error_text(error: HeadwayError) -> str:
     return f"{error.code} {error}"
 
 
+def exit_code(stopped_by: str | None) -> int:
+    """0, or 128 + the number of the signal that asked for the end, as shells have it."""
+    if stopped_by is None:
+        return 0
+    import signal  # with `enum`, for which `headway --help` does not wait
+
+    number = getattr(signal, stopped_by, None)
+    return 128 + int(number) if number is not None else 130
+
+
 def show_error(error: HeadwayError, *, trace: bool) -> int:
     """Write an error of the user's; returns its exit code."""
     if trace:

@@ -18,7 +18,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, TextIO
 
+from headway.cli.terminal.console import show_error
 from headway.documents import parse_json, to_type
+from headway.errors import HeadwayError
 from headway.plans.prediction import Prediction
 from headway.units import counted, format_bytes, format_seconds
 
@@ -70,6 +72,7 @@ def compare_with_prediction(
 Event = Mapping[str, Any]
 RECENT = 20
 """Steps over which speed and exchange are averaged."""
+_STEPS = ("step", "svm_step")
 EVERY_SECONDS = 2.0
 POLL_SECONDS = 0.1
 
@@ -85,6 +88,7 @@ class Progress:
         memory_bytes: Of rank 0.
         parts: Of those steps, on rank 0: seconds of compute, of waiting, of the update.
         expected: What the plan predicts; None: nothing.
+        clock: Where the number of steps is not known before: seconds so far, and until the end.
     """
 
     steps: int | None = None
@@ -94,6 +98,7 @@ class Progress:
     memory_bytes: int | None = None
     parts: tuple[StepParts, ...] = ()
     expected: Prediction | None = None
+    clock: tuple[float, float] | None = None
 
     def after(self, event: Event) -> Progress:
         """The memory after an event; an unknown event changes nothing."""
@@ -105,6 +110,9 @@ class Progress:
             case "step":
                 recent = (*self.seconds, event["seconds"])[-RECENT:]
                 return dataclasses.replace(self, step=event["step"], seconds=recent)
+            case "svm_step":
+                clock = event["seconds"], event["remaining"]
+                return dataclasses.replace(self, step=event["step"], clock=clock)
             case "rank_step":
                 share = event["exposed"] / event["seconds"] if event["seconds"] else 0.0
                 parts = event.get("compute", 0.0), event["exposed"], event.get("update", 0.0)
@@ -116,6 +124,13 @@ class Progress:
                 )
             case _:
                 return self
+
+    @property
+    def done(self) -> tuple[float, float]:
+        """How much of how much."""
+        if self.clock is None:
+            return self.step, self.steps or 1
+        return self.clock[0], max(sum(self.clock), 1e-3)
 
     @property
     def eta_seconds(self) -> float | None:
@@ -139,6 +154,8 @@ def describe_event(event: Event, progress: Progress, cause: str = "") -> str | N
             return _resumed(event, cause)
         case "step":
             return _step(event, progress)
+        case "svm_step":
+            return _outer_step(event)
         case "validation":
             return (
                 f"{_at(event, progress)}  validation loss {_loss(event['loss'])}  "
@@ -178,12 +195,30 @@ def _step(event: Event, progress: Progress) -> str:
     return "  ".join(parts)
 
 
+def _outer_step(event: Event) -> str:
+    """Of the training of a support vector machine."""
+    parts = [f"step {event['step']}"]
+    if event["pairs"] > 1:
+        parts.append(f"classes {event['classes']} ({event['pair'] + 1} of {event['pairs']})")
+    parts += [
+        f"violation {event['violation']:.3g}",
+        f"active {_count(event['active'])}",
+        f"support vectors {_count(event['support'])}",
+    ]
+    if event["seconds"] > 0:
+        parts.append(f"{_count(event['values'] / event['seconds'] / 1e6)} M kernel values/s")
+    parts.append(f"eta {_short_time(event['remaining'])}")
+    return "  ".join(parts)
+
+
 def _at(event: Event, progress: Progress) -> str:
     total = f"/{progress.steps}" if progress.steps is not None else ""
     return f"step {event['step']}{total}"
 
 
 def _started(event: Event, cause: str) -> str | None:
+    if not cause and "text" in event:
+        return str(event["text"])
     if not cause:
         steps = f"{counted(event.get('steps', '?'), 'step')}, {event.get('batch', '')}".rstrip(", ")
         known = read_prediction(event.get("predicted"))
@@ -334,7 +369,8 @@ class LiveView:
         from rich.table import Table
         from rich.text import Text
 
-        bar = ProgressBar(total=progress.steps or 1, completed=progress.step, width=60)
+        completed, total = progress.done
+        bar = ProgressBar(total=total, completed=completed, width=60)
         rows = Table.grid()
         rows.add_row(bar)
         rows.add_row(Text(text))
@@ -424,7 +460,7 @@ class ProgressDisplay:
                 continue
             if text is None or self._too_soon(event):
                 continue
-            if event.get("event") == "step":
+            if event.get("event") in _STEPS:
                 view.step(text, progress)
             else:
                 view.important(text)
@@ -441,3 +477,30 @@ class ProgressDisplay:
         if since >= EVERY_SECONDS:
             self._checkpoint = time.monotonic()
         return since < EVERY_SECONDS
+
+
+class RunDisplay:
+    """Shows the progress of a run, and what ends it; a `TrainingObserver`."""
+
+    def __init__(self) -> None:
+        self._causes: dict[int, str] = {}
+        self._display: ProgressDisplay | None = None
+
+    @contextlib.contextmanager
+    def watch(self, directory: Path, *, launched: bool) -> Iterator[None]:
+        # Beside other ranks in one terminal (torchrun, srun) a live display would be torn.
+        live = None if launched else False
+        self._display = ProgressDisplay(
+            directory, live=live, cause=lambda attempt: self._causes.get(attempt, "")
+        )
+        with self._display:
+            yield
+
+    def restarted(self, attempt: int, cause: str) -> None:
+        self._causes[attempt] = cause
+
+    def failed(self, error: HeadwayError) -> None:
+        if self._display is not None:
+            # The process ends right after this, and the display's thread with it.
+            self._display.close()
+        show_error(error, trace=False)

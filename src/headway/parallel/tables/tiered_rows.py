@@ -166,6 +166,12 @@ class TieredRows:
             )
         return min(found, rows)
 
+    @property
+    def memory(self) -> int:
+        """Bytes of memory that this object takes."""
+        slots = sum(tier.cache.nbytes for tier in self._tiers.values())
+        return slots + _PER_SLOT * len(self._row) + PER_ROW * len(self._place)
+
     # -- lookups ---------------------------------------------------------------------------------
 
     def rows_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
 from headway.channel.mapped_memory import file_of, mapped_tensor, row_chunks
+from headway.channel.process_memory import FreedMemory
 from headway.parallel.tables.rounds import SplitTable
 from headway.parallel.tables.split_tables import SplitTables
-from headway.parallel.tables.table_parts import TablePart
+from headway.parallel.tables.table_parts import TablePart, parts_of_rows
 from headway.parallel.tables.tiered_rows import TieredRows
 
 
@@ -61,7 +62,7 @@ class TieredTable:
 
     def gradient(self, places: Tensor, gradients: Tensor) -> Tensor | None:
         rows, order = self.rows.rows_in(places).sort()
-        return self.part.gradient(rows, gradients[order])
+        return self.part.gradient(rows, gradients.index_select(0, order))
 
 
 class RowUpdates:
@@ -69,6 +70,8 @@ class RowUpdates:
 
     def __init__(self, optimizer: Optimizer, tables: Sequence[TieredTable]) -> None:
         self._tables = tables
+        # Each step uses another number of rows.
+        self._freed = FreedMemory(sum(table.rows.memory for table in tables) // 4)
         self._lent: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
         self._hooks = [
             optimizer.register_step_pre_hook(self._lend),
@@ -116,6 +119,7 @@ class RowUpdates:
                     rows.cache(key).index_copy_(0, slots, state[key])
                     state[key] = rows.homes[key]
             rows.end_step()
+        self._freed.end_step()
 
     def _adopt(self, optimizer: Optimizer) -> None:
         """A checkpoint has been read: into the homes of the tables, and into new state."""
@@ -149,7 +153,7 @@ def tier_tables(
     found = []
     for name, part in tables.parts.items():
         placement, known = part.placement, (frequent or {}).get(name)
-        if not placement.hot or not len(part.rows):
+        if not placement.hot or not len(part.parameter):
             continue
         state = _state_in_files(part, row_state(optimizer, part.parameter), optimizer)
         rows = TieredRows(
@@ -169,9 +173,9 @@ def tier_tables(
 def own_rows(part: TablePart, ids: Tensor) -> Tensor:
     """Of rows by their logical numbers those that this rank has, by its own; int64."""
     ids = ids[(ids >= 0) & (ids < part.placement.rows)]
-    if len(part.rows) < part.placement.rows:
-        near = torch.searchsorted(part.rows, ids).clamp(max=len(part.rows) - 1)
-        ids = ids[part.rows[near] == ids]
+    if part.piece is not None and len(part.placement.owners[part.piece[0]]) > 1:
+        number, own = part.piece
+        ids = ids[parts_of_rows(part.placement, number, ids) == own]
     return part.places(ids).long()
 
 
@@ -185,7 +189,7 @@ def _state_in_files(
         if key in known:
             found[key] = known[key]
             continue
-        shape = (len(part.rows), *form.shape)
+        shape = (len(part.parameter), *form.shape)
         home = mapped_tensor(shape, form.dtype, part.placement.cold, what=part.name)
         file = file_of(home)
         assert file is not None

@@ -26,12 +26,17 @@ from headway.report.history.records import (
     LoggedCheckpoint,
     LoggedExchange,
     LoggedFailure,
+    LoggedMachine,
+    LoggedMachineStep,
+    LoggedPair,
+    LoggedPrediction,
     LoggedProof,
     LoggedRankStep,
     LoggedSample,
     LoggedStep,
     LoggedValidation,
     LoggedWarning,
+    MachineHistory,
     RunHistory,
     parse_exchange,
     parse_record,
@@ -165,7 +170,13 @@ def _align_span(span: Span, sent: dict[MessageKey, float]) -> Span:
 
 _SIGNS = ("events.jsonl", "recipe.json", "plan.json", "environment.json")
 _Stepped = TypeVar(
-    "_Stepped", LoggedStep, LoggedValidation, LoggedCheckpoint, LoggedSample, LoggedExchange
+    "_Stepped",
+    LoggedStep,
+    LoggedValidation,
+    LoggedCheckpoint,
+    LoggedSample,
+    LoggedExchange,
+    LoggedMachineStep,
 )
 
 
@@ -206,6 +217,12 @@ def read_history(directory: Path) -> RunHistory:
         proofs=proofs,
         superseded=replay.superseded,
         notes=(*notes, *found, *more, *also),
+        machine=MachineHistory(
+            steps=tuple(replay.machine_steps),
+            predictions=tuple(replay.predictions),
+            pairs=tuple(replay.pairs),
+            machine=replay.machine,
+        ),
     )
 
 
@@ -236,6 +253,10 @@ class _Replay:
         self.showcases: list[LoggedSample] = []
         self.exchanges: list[LoggedExchange] = []
         self.warnings: list[LoggedWarning] = []
+        self.machine_steps: list[LoggedMachineStep] = []
+        self.predictions: list[LoggedPrediction] = []
+        self.pairs: list[LoggedPair] = []
+        self.machine: LoggedMachine | None = None
         self.superseded = 0
 
     def counts(self) -> dict[int, int]:
@@ -252,6 +273,17 @@ class _Replay:
                 self._begin(attempt)
             case "step":
                 self._step(parse_record(LoggedStep, row))
+            case "svm_step":
+                machine_step = parse_record(LoggedMachineStep, row)
+                _put(self.machine_steps, machine_step)
+                _drop_beyond(self.predictions, machine_step.step)
+                self._amend(last=machine_step.step)
+            case "svm_prediction":
+                self.predictions.append(parse_record(LoggedPrediction, row))
+            case "svm_pair":
+                self.pairs.append(parse_record(LoggedPair, row))
+            case "svm_end":
+                self.machine = parse_record(LoggedMachine, row)
             case "validation":
                 _put(self.validations, parse_record(LoggedValidation, row))
             case "checkpoint":
@@ -296,11 +328,13 @@ class _Replay:
 
     def _rewind(self, step: int) -> None:
         """Remove what was logged beyond `step`: it is about to be done again."""
-        before = len(self.steps)
+        before = len(self.steps) + len(self.machine_steps)
         stepped = (self.validations, self.checkpoints, self.showcases, self.exchanges)
-        for entries in (self.steps, *stepped):
+        for entries in (self.steps, self.machine_steps, self.predictions, *stepped):
             _drop_beyond(entries, step)
-        self.superseded += before - len(self.steps)
+        self.superseded += before - len(self.steps) - len(self.machine_steps)
+        # Of an attempt that ended, and was resumed.
+        self.pairs, self.machine = [], None
 
 
 def _put(entries: list[_Stepped], entry: _Stepped) -> None:

@@ -106,6 +106,93 @@ class LoggedSample:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LoggedMachineStep:
+    """One outer step of the training of a support vector machine.
+
+    Attributes:
+        pair: Number of the pair of classes, of `pairs`.
+        violation: Of the active samples, before the step.
+        values: Kernel values of the pair so far, of all ranks.
+        seconds: Since the pair was begun.
+    """
+
+    step: int
+    attempt: int = 0
+    time: float = math.nan
+    pair: int = 0
+    pairs: int = 1
+    classes: str = ""
+    violation: float = math.nan
+    active: int = 0
+    support: int = 0
+    values: float = math.nan
+    seconds: float = math.nan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoggedPrediction:
+    """Whether setting samples aside pays, as the rule "adaptive" saw it; in kernel values."""
+
+    step: int
+    time: float = math.nan
+    saved: float = math.nan
+    cost: float = math.nan
+    rows: float = math.nan
+    pays: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoggedPair:
+    """How the problem of a pair of classes was solved."""
+
+    classes: str
+    samples: int = 0
+    violation: float = math.nan
+    objective: float = math.nan
+    finished: bool = False
+    steps: int = 0
+    outer: int = 0
+    values: float = math.nan
+    reconstructions: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoggedMachine:
+    """A trained support vector machine; its violation and objective are over all pairs.
+
+    Attributes:
+        accuracy: On test samples; NaN: there were none.
+        peak_bytes: Of the rank that needed most; `bound_bytes` is what was said before.
+    """
+
+    step: int
+    finished: bool = False
+    support: int = 0
+    violation: float = math.nan
+    objective: float = math.nan
+    values: float = math.nan
+    accuracy: float = math.nan
+    peak_bytes: float = math.nan
+    bound_bytes: float = math.nan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MachineHistory:
+    """The training of a support vector machine.
+
+    Attributes:
+        steps: In order, each once; of a long training some are not written.
+        pairs: Those that were solved when it ended.
+        machine: None: it has not ended yet.
+    """
+
+    steps: tuple[LoggedMachineStep, ...] = ()
+    predictions: tuple[LoggedPrediction, ...] = ()
+    pairs: tuple[LoggedPair, ...] = ()
+    machine: LoggedMachine | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LoggedWarning:
     """A warning that the run printed."""
 
@@ -220,6 +307,7 @@ class RunHistory:
         failures: Of all attempts; the cause before its consequences.
         proofs: verification.json, by number of processes.
         superseded: Number of steps that were done and thrown away by restarts.
+        machine: Of the training of a support vector machine; else it has no steps.
     """
 
     directory: Path
@@ -239,6 +327,7 @@ class RunHistory:
     proofs: tuple[LoggedProof, ...]
     superseded: int
     notes: tuple[str, ...]
+    machine: MachineHistory = MachineHistory()
 
     @property
     def name(self) -> str:

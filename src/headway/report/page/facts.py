@@ -118,6 +118,7 @@ def _took(history: RunHistory) -> str:
     times = [history.attempts[0].time, *(step.time for step in history.steps)]
     times += [entry.time for entry in history.validations]
     times += [entry.time for entry in history.checkpoints]
+    times += [entry.time for entry in history.machine.steps]
     times = [time for time in times if math.isfinite(time)]
     return f"{format_seconds(max(times) - min(times))} from start to end" if times else ""
 
@@ -149,6 +150,10 @@ def _losses(history: RunHistory) -> list[Fact]:
 
 
 def _steps(history: RunHistory) -> Fact:
+    if history.machine.steps:
+        last = history.machine.steps[-1]
+        detail = f"classes {last.classes}" if last.pairs > 1 else "of working sets"
+        return Fact("Outer steps", number(float(last.step)), detail)
     if not history.steps:
         return Fact("Steps", "0", "no step is logged yet")
     samples = sum(step.samples for step in history.steps)

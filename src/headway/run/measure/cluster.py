@@ -30,6 +30,7 @@ from headway.capture.benchmark.links import (
 from headway.capture.benchmark.timer import ROUNDS_SECONDS, Slowest, Visit, slowest_of_one
 from headway.channel.facts import gather_facts
 from headway.channel.gloo_listeners import drop_later_connections
+from headway.channel.process_memory import keep_freed_memory
 from headway.cluster.local_machine import cores_in_use
 from headway.cluster.measurement import IdleStep, LinkReadings, RankReadings
 from headway.data import RankBatch
@@ -37,7 +38,6 @@ from headway.plans import PipelinePlan, Plan, data_parallel, pipelined
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
 from headway.run.executor import Executor
-from headway.run.step.memory import keep_freed_memory
 
 _WIDTH, _SAMPLES = 4, 2
 """Elements of a tensor; samples of a micro-batch."""

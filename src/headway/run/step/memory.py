@@ -1,7 +1,6 @@
-"""Memory of a rank: of the process, and of parameters that other ranks hold.
+"""Memory of a rank: its share of the machine's, and that of parameters that other ranks hold.
 
-Three things: how much memory the process holds and whether malloc keeps what it has freed;
-`release_storage`, which frees a tensor but keeps its name, shape, type and identity; and
+For these: `release_storage`, which frees a tensor but keeps its name, shape, type and identity; and
 `meta_copy`, a copy of the model on the meta device from which a whole model is made later.
 
 A released tensor reads as NaN (integers: as the smallest number), never as a plausible value of the
@@ -11,11 +10,8 @@ model. `PartialModelGuard` refuses to run or save a model of which this rank has
 from __future__ import annotations
 
 import copy
-import ctypes
 import resource
-import sys
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,58 +22,12 @@ from headway.cluster.local_machine import memory_bytes
 from headway.errors import UsageError
 
 
-def resident_bytes(device: torch.device) -> int:
-    """Bytes: allocated on a CUDA device; on the CPU the resident set of the process."""
-    if device.type == "cuda":
-        return int(torch.cuda.memory_allocated(device))
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, IndexError, ValueError):
-        # Not Linux: the largest resident set so far, which getrusage gives in KiB.
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return pages * resource.getpagesize()
-
-
 def share_of_memory(local_ranks: int) -> int:
     """Bytes that a rank may fill with samples: half of its share of what this machine gives."""
     # These are limits of each process, and not divided by the ranks.
     limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
     own = (limit for limit in limits if limit != resource.RLIM_INFINITY)
     return min((memory_bytes() // local_ranks, *own)) // 2
-
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Parameters of mallopt(3), from malloc.h of glibc."""
-
-
-def keep_freed_memory() -> None:
-    """Let malloc keep freed memory for the next step instead of returning it to the kernel.
-
-    Nothing happens where the C library does not know the setting (musl, macOS).
-    """
-    mallopt = _malloc("mallopt")
-    if mallopt is None:
-        return
-    # A step frees its activations and gradients and allocates the same again. Returned to the
-    # kernel, each page faults anew: 5,600 faults, 60 ms, in a step of 0.6 s with 10 M parameters.
-    # 32 MiB is the most that glibc accepts for the second; both must be set, because setting one
-    # stops glibc from adapting the other.
-    mallopt(_TRIM_THRESHOLD, 2**31 - 1)
-    mallopt(_MMAP_THRESHOLD, 32 * 2**20)
-
-
-def give_back_freed_memory() -> None:
-    """Return free memory to the kernel, once something large has been freed for good."""
-    trim = _malloc("malloc_trim")
-    if trim is not None:
-        trim(0)
-
-
-def _malloc(name: str) -> Callable[..., int] | None:
-    """A function of glibc's malloc."""
-    if not sys.platform.startswith("linux"):
-        return None
-    return getattr(ctypes.CDLL(None), name, None)
 
 
 def release_storage(tensor: Tensor) -> None:

@@ -43,6 +43,12 @@ class GrowingTables:
             for name, module in model.named_modules()
             if isinstance(module, DynamicTable)
         }
+        # Of a table that several modules share, all names: a state_dict has each.
+        self._names = tuple(
+            f"{name}."
+            for name, module in model.named_modules(remove_duplicate=False)
+            if isinstance(module, DynamicTable)
+        )
         self.wire = wire
 
     @property
@@ -53,7 +59,7 @@ class GrowingTables:
     def has(self, name: str) -> bool:
         """Whether a checkpoint's tensor, or a parameter, is of one of them."""
         own = name.removeprefix("model.").removeprefix("optimizer.")
-        return any(own.startswith(f"{table}.") for table in self.tables)
+        return own.startswith(self._names)
 
     def needed(self) -> dict[str, Tensor]:
         """Of a checkpoint what must be there, if it is of this model."""

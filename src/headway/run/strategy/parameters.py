@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from headway.channel.mapped_memory import copied, file_of
+from headway.channel.process_memory import give_back_freed_memory
 from headway.checkpoint.staging import local_box, local_data
 from headway.data import RankBatch
 from headway.errors import PlanError
@@ -48,7 +49,6 @@ from headway.run.recipe.recipe import Loss
 from headway.run.step.memory import (
     PartialModelGuard,
     fill_meta_copy,
-    give_back_freed_memory,
     meta_copy,
     release_storage,
     require_meta_copy,

@@ -100,7 +100,10 @@ def place_model_tables(plan: Plan, model: nn.Module, node: int | None) -> dict[s
 
 def _known(pattern: str, shapes: Mapping[str, tuple[int, int]]) -> str:
     if not shapes:
-        return "; the model has no nn.Embedding and no nn.EmbeddingBag"
+        return (
+            "; the model has no nn.Embedding and no nn.EmbeddingBag (a DynamicEmbeddingBag is dealt"
+            " to the ranks without being named)"
+        )
     return nearest(pattern, [name.rpartition(".")[0] or name for name in shapes])
 
 

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.optim import Optimizer
 
+from headway.channel.process_memory import give_back_freed_memory
 from headway.comm.compress.state import STATE_PREFIX, collect_state, distribute_state
 from headway.comm.exchange.gradient_exchange import DeltaUpdate, GradientExchange
 from headway.comm.lanes.buckets import BucketTiming
@@ -45,7 +46,7 @@ from headway.run.distributed.process_groups import exchange_routes
 from headway.run.distributed.world import broadcast_from_rank0
 from headway.run.pipeline.step import PipelineRunner
 from headway.run.step.forward_pass import ForwardPass
-from headway.run.step.memory import give_back_freed_memory, meta_copy
+from headway.run.step.memory import meta_copy
 from headway.run.step.randomness import RandomDraws
 from headway.run.step.record import StepRecord
 from headway.run.strategy.parameters import (

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -82,7 +82,9 @@ class TrainingState:
 
     def _state(self) -> dict[str, Tensor]:
         """The optimiser's tensors; of tables that grow those that belong to no row."""
-        state, growing = _optimizer_tensors(self.optimizer, self.names()), self._growing
+        # Adagrad has something of a parameter before its first step, also of one that is away.
+        here = {p: name for p, name in self.names().items() if p not in self.away}
+        state, growing = _optimizer_tensors(self.optimizer, here), self._growing
         return {name: t for name, t in state.items() if not (t.dim() and growing.has(name))}
 
     def facts(self) -> Facts:
@@ -156,6 +158,7 @@ class TrainingState:
             tensors = self._laid_out(self.layout, tensors)
         if facts.get("optimizer") is not None:
             away = {name for p, name in self.names().items() if p in self.away}
+            tensors = _beside_parameters(tensors, self._parameters())
             _restore_optimizer(self.optimizer, self.names(), facts["optimizer"], tensors, away)
         growing.restore({n: t for n, t in rows.items() if n.startswith("model.") or t.dim()},
                         self.optimizer)  # fmt: skip
@@ -224,6 +227,7 @@ def _optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dic
         f"optimizer.{names[parameter]}.{key}": value
         for group in optimizer.param_groups
         for parameter in group["params"]
+        if parameter in names
         for key, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, Tensor)
     }
@@ -262,6 +266,21 @@ def _owner(name: str, places: Mapping[str, Tensor]) -> str:
             fix="Resume with the model that was saved, or start from its weights only.",
         )
     return owner
+
+
+def _beside_parameters(
+    tensors: Mapping[str, Tensor], named: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """What an optimiser keeps of a DTensor is one, also a number for each row, of which every rank
+    has all, as `new_zeros` makes it. Single numbers are none."""
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        owner = named.get(parameter_of(name)) if name.startswith("optimizer.") else None
+        if isinstance(owner, DTensor) and tensor.dim() and not isinstance(tensor, DTensor):
+            mesh = owner.device_mesh
+            everywhere = [Replicate()] * mesh.ndim
+            found[name] = DTensor.from_local(tensor, mesh, everywhere, run_check=False)
+    return found
 
 
 def _restore_optimizer(

@@ -9,9 +9,9 @@ from dataclasses import asdict, replace
 from time import perf_counter, time
 from typing import TYPE_CHECKING, Any
 
+from headway.channel.process_memory import resident_bytes
 from headway.comm.lanes.buckets import BucketTiming
 from headway.data import RankBatch
-from headway.run.step.memory import resident_bytes
 from headway.run.step.record import AgreementRecord, StageMessage, StepRecord
 from headway.run.training.run_directory import EventLog, RunDirectory
 from headway.timeline import Span

@@ -2,26 +2,22 @@
 
 Every rank runs the same lines; what only rank 0 does (the events of the run, the showcase) goes
 through its `Journal`. A restart is a start that finds a checkpoint.
-
-`StopRequest`: SIGTERM, SIGHUP and the first Ctrl-C set a flag that the loop reads.
 """
 
 from __future__ import annotations
 
 import json
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import monotonic, perf_counter, sleep, time
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from headway.channel.process_memory import keep_freed_memory
 from headway.checkpoint.format import Manifest
 from headway.checkpoint.save_plan import Holdings
 from headway.checkpoint.store import CheckpointStore
@@ -49,7 +45,6 @@ from headway.run.recipe.training_data import (
 from headway.run.recipe.user_code import describe_recipe, importable_folders, user_frame
 from headway.run.step.batch import NO_SHOWCASE, first_readers, reads_sample_parts
 from headway.run.step.forward_pass import to_float64
-from headway.run.step.memory import keep_freed_memory
 from headway.run.step.randomness import build_model, generators_restored
 from headway.run.step.setup import recipe_plan, stepped_each_step
 from headway.run.strategy.checkpoint import (
@@ -72,6 +67,7 @@ from headway.run.training.run_directory import (
     RunDirectory,
     describe_environment,
 )
+from headway.run.training.stop_request import StopRequest
 from headway.synchrony.history import History
 from headway.synchrony.programs import rejoin_step
 
@@ -812,48 +808,3 @@ def _lost(error: Exception, world: World) -> HeadwayError | None:
 
 def _where(place: LaunchEnv, training: Training | None) -> str:
     return f"rank {place.rank}, step {training.current if training else 0}"
-
-
-# A terminal's Ctrl-C may arrive twice: from the terminal and again from the launching agent.
-SAME_REQUEST_SECONDS = 0.5
-
-
-class StopRequest:
-    """Context manager that turns signals into a request; does nothing outside the main thread.
-
-    Attributes:
-        requested: Name of the first signal that came ("SIGTERM", "SIGINT", "SIGHUP"), else None.
-
-    Once the request is a Ctrl-C, another signal that comes more than half a second later raises
-    KeyboardInterrupt: on a second Ctrl-C the agent of the workers sends them SIGTERM.
-    """
-
-    def __init__(self) -> None:
-        self.requested: str | None = None
-        self._since = 0.0
-        self._previous: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> StopRequest:
-        if threading.current_thread() is not threading.main_thread():
-            return self
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            before = signal.getsignal(number)
-            # nohup: who started the job asked for it to survive the terminal.
-            if number is signal.SIGHUP and before is signal.SIG_IGN:
-                continue
-            self._previous[number] = before
-            signal.signal(number, self._arrived)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, before in self._previous.items():
-            # None: a handler that C code had installed; Python can only fall back to the default.
-            signal.signal(number, signal.SIG_DFL if before is None else before)
-        self._previous.clear()
-
-    def _arrived(self, number: int, frame: FrameType | None) -> None:
-        if self.requested is None:
-            self.requested = signal.Signals(number).name
-            self._since = monotonic()
-        elif self.requested == "SIGINT" and monotonic() - self._since > SAME_REQUEST_SECONDS:
-            raise KeyboardInterrupt

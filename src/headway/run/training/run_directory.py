@@ -90,13 +90,31 @@ class RunDirectory:
                 fix="Continue it with --resume, or choose another --directory.",
             )
 
+    @property
+    def next_attempt(self) -> int:
+        """A resumed run goes on counting, so that the history knows which step was done last."""
+        attempts = [-1]  # without any event the next attempt is 0
+        for line in self.events_file.read_bytes().splitlines() if self.events_file.exists() else ():
+            try:
+                event = parse_json(line)
+            except ValueError:  # the last line of a process that was killed
+                continue
+            attempt = event.get("attempt") if isinstance(event, dict) else None
+            attempts.append(attempt if isinstance(attempt, int) else 0)
+        return max(attempts) + 1
+
     def describe(
-        self, recipe: Mapping[str, str], plan: Plan, environment: Mapping[str, object]
+        self, recipe: Mapping[str, str], plan: Plan | None, environment: Mapping[str, object]
     ) -> None:
-        """Write what is run, how it is split and where (rank 0 only)."""
+        """Write what is run, how it is split and where (rank 0 only).
+
+        Args:
+            plan: None: of what has no plan, a support vector machine.
+        """
         for folder in (self.path, self.path / "ranks", self.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
-        plan.save(self.plan_file)
+        if plan is not None:
+            plan.save(self.plan_file)
         _write_json(self.path / "environment.json", environment)
         # Last: this file marks a directory as holding a run.
         _write_json(self.recipe_file, recipe)
