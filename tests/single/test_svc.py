@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import sklearn.svm
+from joblib import parallel_backend
 from scipy import sparse
 from sklearn.base import clone
 from sklearn.datasets import load_breast_cancer, load_digits, make_classification
@@ -32,7 +33,7 @@ from headway.svm.kernels import Kernel
 from headway.svm.machine import Machine, count_votes
 from headway.svm.model_files import load_machine, save_machine
 from headway.svm.peers import Peers
-from headway.svm.solver import Share, Solver, SolverOptions
+from headway.svm.solver import STOP, Share, Solver, SolverOptions
 from headway.svm.training import (
     TrainingOptions,
     TrainingState,
@@ -170,6 +171,24 @@ def test_gamma_of_samples_that_were_set_aside_is_exact_at_the_end(working_set):
     np.testing.assert_allclose(found.gamma, brute.gamma, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("working_set", [2, 512])
+def test_gamma_is_exact_beside_a_sample_that_is_far_away(working_set):
+    draw = np.random.default_rng(0)
+    X = draw.normal(size=(80, 5))
+    X[0] *= 1e6
+    labels = np.tile([1.0, -1.0], 40)
+    alpha = np.repeat(draw.uniform(size=40), 2)
+    alpha[:2] = 0
+    share = Share(X, labels, np.ones(80), 0, 80)
+    kernel = Kernel("linear")
+    solver = Solver(share, SolverOptions(kernel, working_set=working_set), Peers(), alpha)
+    solver.vote = STOP
+    list(solver.run())
+    found = solver.solution().gamma
+    brute = checked(kernel, X, labels, alpha, np.ones(80)).gamma
+    np.testing.assert_allclose(found[1:], brute[1:], rtol=0, atol=1e-11)
+
+
 def two_clusters():
     """Two clusters, each with both labels; with a large C the first steps look at few samples."""
     draw = np.random.default_rng(0)
@@ -271,6 +290,18 @@ def test_pipelines_searches_clones_and_pickles():
     np.testing.assert_array_equal(copied.decision_function(X), model.decision_function(X))
     with pytest.raises(NotFittedError):
         clone(model).predict(X)
+
+
+def test_a_search_may_have_workers_or_its_fits_but_not_both(monkeypatch):
+    X, y = CANCER
+    search = GridSearchCV(SVC(), {"C": [0.1, 10.0]}, cv=2, n_jobs=2)
+    with parallel_backend("threading"):
+        assert search.fit(X, y).best_score_ > 0.9
+    # As in a worker of loky.
+    monkeypatch.setattr("multiprocessing.get_start_method", lambda allow_none: "loky")
+    with pytest.raises(ValueError, match="inside of a worker of joblib"):
+        SVC(processes=2).fit(X, y)
+    SVC().fit(X, y)
 
 
 def test_columns_have_names():

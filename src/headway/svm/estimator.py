@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -320,6 +321,14 @@ class SVC(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         _check_number("max_iter", self.max_iter, -1, kind=Integral)
         _check_number("working_set", self.working_set, 2, LARGEST_WORKING_SET, kind=Integral)
         _check_number("processes", self.processes, 1, kind=Integral)
+        # loky makes its own start method that of its processes, and theirs would not know it.
+        method = multiprocessing.get_start_method(allow_none=True)
+        if self.processes > 1 and method not in (None, *multiprocessing.get_all_start_methods()):
+            raise InvalidFit(
+                f"processes={self.processes} inside of a worker of joblib",
+                why=f"Its start method {method!r} is unknown to processes that are started here.",
+                fix="Use n_jobs=1 for the search, or processes=1 for the fits.",
+            )
         for name in ("shrinking", "break_ties", "warm_start"):
             if not isinstance(getattr(self, name), (bool, np.bool_)):
                 raise InvalidFit(f"{name}={getattr(self, name)!r} is neither True nor False")

@@ -22,6 +22,8 @@ class Peers:
 
     def __init__(self, world: World | None = None) -> None:
         self.world = None if world is None or world.alone else world
+        # Always of gloo, also where the program's own group is NCCL's.
+        self._group = None if self.world is None else self.world.side_group
         self.sent = 0
 
     @property
@@ -39,7 +41,7 @@ class Peers:
         own = torch.from_numpy(np.ascontiguousarray(values))
         out = torch.empty((self.ranks, *own.shape), dtype=own.dtype)
         with self.world.explained(doing):
-            dist.all_gather(list(out), own)
+            dist.all_gather(list(out), own, group=self._group)
         self.sent += own.nbytes * (self.ranks - 1)
         return out.numpy()
 
@@ -83,8 +85,8 @@ class Peers:
                 before, behind = (self.rank - 1) % self.ranks, (self.rank + 1) % self.ranks
                 coming = np.empty(int(sizes[before]), dtype=np.float64)
                 works = [
-                    dist.isend(torch.from_numpy(pack), behind),
-                    dist.irecv(torch.from_numpy(coming), before),
+                    dist.isend(torch.from_numpy(pack), behind, group=self._group),
+                    dist.irecv(torch.from_numpy(coming), before, group=self._group),
                 ]
             self.sent += pack.nbytes
             yield _with_weights(pack, width)
