@@ -301,17 +301,9 @@ def test_after_the_death_of_a_worker_the_fit_goes_on_from_its_last_state(tmp_pat
     X, y = make_classification(200, 6, n_informative=4, flip_y=0.3, random_state=0)
     states, marker = tmp_path / "states", tmp_path / "killed"
     model = SVC(kernel=partial(deadly, states, marker), C=20.0, working_set=4, directory=states)
-    model.set_params(processes=2, max_iter=2500)
-    with (
-        pytest.warns(RestartWarning, match="SIGKILL"),
-        pytest.warns(ConvergenceWarning, match="unfinished"),
-    ):
-        model.fit(X, y)
+    with pytest.warns(RestartWarning, match="SIGKILL.*go on from the last state"):
+        model.set_params(processes=2).fit(X, y)
     assert marker.exists()
-    # The steps of the attempt that was killed count as well.
-    (newest, *_) = sorted(states.glob("fit-*/checkpoints/step-*"), reverse=True)
-    assert int(newest.name.removeprefix("step-")) > model.machine_.pairs[0].outer
-    model.set_params(processes=1, max_iter=-1).fit(X, y)
     assert model.fit_status_ == 0
     whole = SVC(gamma=0.1, C=20.0, working_set=4).fit(X, y)
     assert model.machine_.objective == pytest.approx(whole.machine_.objective, rel=1e-4)

@@ -259,3 +259,13 @@ def test_nothing_is_set_aside_where_it_cannot_pay():
     work.note(1e-3, 4000)  # the end
     assert not clock.worth(removed=500, active=1000, moved=100, work=work)
     assert not EliminationClock(NONE, 1000).due(10**9)
+
+
+def test_samples_that_float32_cannot_tell_apart_are_solved_in_float64():
+    """Compressed rows are not moved to their mean: squares of 10^7 hide distances of 1."""
+    rows, labels = two_classes(8, samples=700)
+    wanted, _ = solved(rows, labels, working_set=64)
+    found, steps = solved(sparse.csr_matrix(rows + 1000.0), labels, working_set=64)
+    assert found.finished
+    assert found.objective == pytest.approx(wanted.objective, rel=1e-4)
+    assert len(steps) < 4 * wanted.outer

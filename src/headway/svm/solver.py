@@ -52,8 +52,12 @@ from headway.svm.peers import Peers
 
 STOP, SAVE = 1, 2
 """Votes of a rank; what one rank votes for, all do."""
+_WIDEN = 4
+"""The vote of a rank whose updates round by more than they can bring."""
 _PATIENCE = 3
 """Reconstructions after which updates are made in float64."""
+_LARGEST_ERROR = 0.25
+"""Of an update, as a part of the violation; above, updates are made in float64."""
 _MOST_STEPS_PER_MEMBER = 100
 _EXACT_ROWS = 16 * CHUNK
 _MEAN_BITS = 20
@@ -222,6 +226,7 @@ class Solver:
         self, share: Share, options: SolverOptions, peers: Peers, alpha: Array | None = None
     ) -> None:
         self.vote = 0
+        self._rough = False
         self._share, self._options, self._peers = share, options, peers
         self._alpha = np.zeros(len(share.labels)) if alpha is None else alpha.copy()
         self._exact_alpha = np.zeros(len(share.labels))
@@ -255,6 +260,9 @@ class Solver:
             votes = int(np.bitwise_or.reduce(heads[:, 5].astype(int)))
             if votes & STOP or self._counts.steps >= most:
                 return
+            if votes & _WIDEN:
+                self._reconstruct(widen=True)
+                continue
             if self._violation <= options.tolerance:
                 if not self._unverified and int(heads[:, 2].sum()) == self._share.total:
                     return
@@ -374,7 +382,8 @@ class Solver:
         moved = np.count_nonzero(active.alpha != self._exact_alpha[active.places])
         head = [
             rising.min(initial=np.inf), sinking.max(initial=-np.inf), len(active.places),
-            np.count_nonzero(active.alpha) + active.aside, self._counts.values, self.vote, moved,
+            np.count_nonzero(active.alpha) + active.aside, self._counts.values,
+            self.vote | (_WIDEN if self._rough else 0), moved,
         ]  # fmt: skip
         message = np.full(_HEAD + 2 * half * 5, np.nan)
         message[:_HEAD] = head
@@ -464,6 +473,9 @@ class Solver:
         local = chosen.numbers - self._share.first
         mine = np.flatnonzero((local >= 0) & (local < len(self._alpha)))
         places = self._among_active(local[mine])
+        error = np.abs(active.gamma[places] - chosen.gamma[mine]).max(initial=0.0)
+        if self._dtype == torch.float32 and error > self._violation * _LARGEST_ERROR:
+            self._rough = True
         active.alpha[places] = chosen.alpha[mine]
         active.gamma[places] = chosen.gamma[mine]
         half = self._options.working_set // 2
@@ -496,10 +508,13 @@ class Solver:
             self._before = kept.take(np.flatnonzero(~_beyond(*side, lowest, highest)))
         return True
 
-    def _reconstruct(self) -> None:
+    def _reconstruct(self, *, widen: bool = False) -> None:
         """Make gamma of all samples anew, by what has changed since it was exact; collective.
 
         In float64. What ranks have changed travels round a ring, while gamma is summed up.
+
+        Args:
+            widen: Make updates in float64 from now on.
         """
         self._write_back()
         share, counts = self._share, self._counts
@@ -525,9 +540,10 @@ class Solver:
         counts.reconstructions += 1
         self._clock.reconstructed(counts.steps)
         self._work.restart()
-        if counts.reconstructions == _PATIENCE and self._dtype == torch.float32:
+        if self._dtype == torch.float32 and (widen or counts.reconstructions == _PATIENCE):
             # The rounding of updates is what keeps it from the end.
             self._dtype = torch.float64
+            self._rough = False
             self._all = self._prepare()
         self._active = self._activate(None)
         self._before = None
