@@ -268,4 +268,4 @@ def test_samples_that_float32_cannot_tell_apart_are_solved_in_float64():
     found, steps = solved(sparse.csr_matrix(rows + 1000.0), labels, working_set=64)
     assert found.finished
     assert found.objective == pytest.approx(wanted.objective, rel=1e-4)
-    assert len(steps) < 4 * wanted.outer
+    assert len(steps) < 2 * wanted.outer  # of those that go on in float32, 264 to 72
