@@ -1,7 +1,7 @@
 """Training of support vector machines: headway.svm.SVC against its peers, and against itself.
 
     python benchmarks/svm.py peers [--sets letter,kdd04,adult] [--rounds 3] [--without NAME,NAME]
-    python benchmarks/svm.py elimination [--sets ...]      # set aside or not, and values computed
+    python benchmarks/svm.py elimination [--sets ...]      # on and off, and values computed
     python benchmarks/svm.py ranks [--sets kdd04]          # two ranks on the loopback against one
     python benchmarks/svm.py quality [--sets ...]          # objective, violation, predictions
 

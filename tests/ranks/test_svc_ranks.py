@@ -20,6 +20,7 @@ from headway.svm import SVC
 from headway.svm.kernels import Kernel
 from headway.svm.local_workers import RestartWarning
 from headway.svm.peers import Peers
+from headway.svm.solver import Share, Solver, SolverOptions
 from headway.svm.training import TrainingOptions, digest_training
 from support.commands import command, warm_variables
 from support.ranks import run_ranks
@@ -48,7 +49,7 @@ def own_rows(world, X, y, *more):
 
 PAIRS = [
     ("default", NOISY, {}),
-    # These two come back to samples after gamma was made anew.
+    # These two come back to samples after gamma was reconstructed.
     ("linear", NOISY, {"kernel": "linear", "C": 0.1, "elimination": "multi2"}),
     ("sparse", NOISY, {"kernel": "linear", "C": 0.1, "elimination": "single2"}),
     ("three", THREE, {"elimination": "multi5pc"}),
@@ -364,3 +365,24 @@ def test_a_signal_stops_workers_in_order_and_the_fit_goes_on():
     assert model.fit_status_ == 0
     whole = SVC(gamma=0.1, C=10.0, working_set=4).fit(X, y)
     assert model.machine_.objective == pytest.approx(whole.machine_.objective, rel=1e-4)
+
+
+def solve_and_eliminate(world, X, y):
+    """A solution, and the same again after one rank alone has eliminated samples."""
+    peers = Peers(World.adopt())
+    rows, labels = own_rows(world, X, y * 2.0 - 1)
+    sizes = peers.gather(np.array([float(len(labels))]), "sizes")[:, 0].astype(int)
+    first, bounds = int(sizes[: peers.rank].sum()), np.full(len(labels), 2.0)
+    share = Share(rows, labels, bounds, first, int(sizes.sum()))
+    solver = Solver(share, SolverOptions(Kernel("rbf", 0.3), working_set=16), peers)
+    for _ in solver.run():
+        pass
+    whole = solver.solution()
+    if peers.rank == 0:
+        solver._active = solver._activate(np.arange(len(labels) - 5))
+    again = solver.solution()
+    return whole.finished, np.array_equal(whole.alpha, again.alpha), whole.offset == again.offset
+
+
+def test_a_solution_where_only_one_rank_has_eliminated_samples():
+    assert run_ranks(2, solve_and_eliminate, *NOISY) == [(True, True, True)] * 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headway.channel import process_memory
-from headway.channel.process_memory import FreedMemory, resident_bytes
+from headway.channel.process_memory import HeapTrimmer, resident_bytes
 
 BLOCK, BLOCKS = 64 << 10, 2000
 """Smaller than what malloc maps apart; 125 MiB."""
@@ -20,7 +20,7 @@ def resident() -> int:
 @pytest.mark.parametrize(("growth", "goes_back"), [(16 << 20, True), (1 << 40, False)])
 def test_gaps_between_blocks_in_use_go_back(growth: int, goes_back: bool) -> None:
     process_memory.give_back_freed_memory()
-    freed = FreedMemory(growth)
+    freed = HeapTrimmer(growth)
     for _ in range(process_memory._LOOK):
         freed.end_step()
     blocks = [bytearray(b"1" * BLOCK) for _ in range(BLOCKS)]
@@ -39,7 +39,7 @@ def test_a_process_that_has_grown_for_good_is_not_trimmed_again(
     held, given = [100], list[int]()
     monkeypatch.setattr(process_memory, "resident_bytes", lambda device: held[0])
     monkeypatch.setattr(process_memory, "give_back_freed_memory", lambda: given.append(held[0]))
-    freed = FreedMemory(10)
+    freed = HeapTrimmer(10)
     for size in (100, 110, 150, 150, 150, 160, 161, 90, 101):
         held[0] = size
         for _ in range(process_memory._LOOK):

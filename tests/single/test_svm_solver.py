@@ -155,7 +155,7 @@ def test_every_rule_ends_at_the_same_objective(rule, working_set):
     assert found.objective == pytest.approx(wanted, rel=1e-4)
     worst, gamma = violation(rows, labels, found.alpha, KERNELS["rbf"], np.full(260, 2.0))
     assert worst <= 1e-3
-    np.testing.assert_allclose(found.gamma, gamma, atol=1e-10)  # also of those set aside
+    np.testing.assert_allclose(found.gamma, gamma, atol=1e-10)  # also of those eliminated
 
 
 def _objective(rows, labels, machine, bound):
@@ -166,7 +166,7 @@ def _objective(rows, labels, machine, bound):
 
 
 def test_a_support_vector_that_was_set_aside_comes_back(monkeypatch):
-    """With an aggressive rule some of the solution's support vectors are set aside on the way."""
+    """With an aggressive rule some of the solution's support vectors are eliminated on the way."""
     rows, labels = make_moons(120, noise=0.3, random_state=4)
     labels = labels * 2.0 - 1
     aside = set()

@@ -14,7 +14,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt(3), from malloc.h of glibc."""
 
 _LOOK = 4
-"""Steps after which `FreedMemory` looks at what the process holds."""
+"""Steps after which `HeapTrimmer` looks at what the process holds."""
 
 
 def resident_bytes(device: torch.device) -> int:
@@ -59,7 +59,7 @@ def _malloc(name: str) -> Callable[..., int] | None:
     return getattr(ctypes.CDLL(None), name, None)
 
 
-class FreedMemory:
+class HeapTrimmer:
     """Keeps what malloc holds of freed memory near to what a step takes.
 
     Steps whose tensors have a size of their own each time leave gaps that the next ones do not fit

@@ -62,7 +62,7 @@ def train_svm(
         coef0: Of the polynomial and the sigmoid kernel.
         tolerance: Largest violation of a finished machine.
         weights: CLASS=FACTOR, a factor of C for the samples of a class; may be repeated.
-        elimination: When samples are set aside: adaptive, none, or as published: single2,
+        elimination: When samples are eliminated: adaptive, none, or as published: single2,
             single500, single1000, single5pc, single10pc, single50pc, multi2, ...
         working_set: Samples that are solved for at once, 2 to 1024.
         max_steps: End unfinished after so many steps; by default libsvm's limit.

@@ -1,4 +1,4 @@
-"""When samples that cannot be part of a violating pair are set aside, and when they come back.
+"""When samples that cannot be part of a violating pair are eliminated, and when they come back.
 
 A sample at a bound whose gamma lies beyond the other side's best can, for now, not change. Setting
 it aside saves its share of every update of gamma; what it costs is that its gamma has to be made
@@ -31,8 +31,8 @@ class Elimination:
 
     Attributes:
         name: "none", "adaptive", or as published: "single2" to "multi50pc".
-        first: Steps before the first test, or a share of the samples; of "adaptive" not used.
-        again: Whether samples are set aside after the first reconstruction as well.
+        first: Steps before the first test, or a share of the samples.
+        again: Whether samples are eliminated after the first reconstruction as well.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Elimination:
 
 
 NONE = Elimination("none")
-ADAPTIVE = Elimination("adaptive")
+ADAPTIVE = Elimination("adaptive", first=1)
 RULES: dict[str, Elimination] = {
     "none": NONE,
     "adaptive": ADAPTIVE,
@@ -74,7 +74,7 @@ class Prediction:
     Attributes:
         saved: Values that updates until the end will not need.
         cost: Values that are needed instead: the copy of what stays, as so many values, and gamma
-            of the samples that were set aside.
+            of the samples that were eliminated.
         rows: Kernel rows that were expected until the end.
     """
 
@@ -126,10 +126,10 @@ class RemainingWork:
 
 @dataclass
 class EliminationClock:
-    """Asks of a rule, step by step, whether samples are to be set aside now.
+    """Asks of a rule, step by step, whether samples are to be eliminated now.
 
     Attributes:
-        predictions: What was predicted at each test of "adaptive", with whether it was followed.
+        predictions: What was predicted at each test of "adaptive".
     """
 
     rule: Elimination
@@ -140,8 +140,6 @@ class EliminationClock:
 
     def __post_init__(self) -> None:
         first = self.rule.first
-        if self.rule == ADAPTIVE:
-            first = 1
         self._next = first if first >= 1 else math.ceil(first * self.samples)
 
     def due(self, steps: int) -> bool:
@@ -149,20 +147,20 @@ class EliminationClock:
         return not self._over and self.rule != NONE and steps >= self._next
 
     def tested(self, steps: int, active: int) -> None:
-        """The next test is after as many steps as samples are active."""
+        """The next test is after as many steps as samples are active; of "adaptive" after one."""
         self._next = steps + (1 if self.rule == ADAPTIVE else active)
 
     def reconstructed(self, steps: int) -> None:
-        """Gamma of all samples has been made anew, and all take part again."""
+        """Gamma of all samples has been reconstructed, and all take part again."""
         self._over = not self.rule.again
         self._next = steps
 
     def worth(self, *, removed: int, active: int, moved: int, work: RemainingWork) -> bool:
-        """Whether to set `removed` of `active` samples aside; a fixed rule always does.
+        """Whether to eliminate `removed` of `active` samples; a fixed rule always does.
 
         Args:
             moved: Samples whose multiplier has changed since gamma was last exact: kernel rows
-                that gamma of a sample which was set aside will need.
+                that gamma of an eliminated sample will need.
         """
         if removed == 0:
             return False
@@ -170,7 +168,7 @@ class EliminationClock:
             return True
         rows = work.rows()
         # At the end gamma of all samples is made from those that have moved, whether they were
-        # active or not; a sample that was set aside is likely to be looked at once more.
+        # active or not; an eliminated sample is likely to be looked at once more.
         prediction = Prediction(
             saved=removed * rows,
             cost=_COPIED_VALUES * (active - removed) + removed * min(moved, rows) / 4,

@@ -96,7 +96,7 @@ class SVC(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             and [k, m], to their kernel values [n, k]. Not "precomputed": no matrix of all pairs of
             samples is ever made.
         degree, gamma, coef0: Of the kernel, as scikit-learn's.
-        shrinking: False: no samples are set aside, whatever `elimination` says.
+        shrinking: False: no samples are eliminated, whatever `elimination` says.
         probability: Only False; calibrate with `sklearn.calibration.CalibratedClassifierCV`.
         tol: Largest violation of the optimality conditions, over all samples.
         cache_size: Accepted, and without effect: no kernel values are kept.
@@ -107,7 +107,7 @@ class SVC(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         decision_function_shape: "ovr" or "ovo".
         break_ties: As scikit-learn's.
         random_state: Accepted, and without effect: nothing is random.
-        elimination: When samples are set aside: "adaptive", "none", or one of the twelve published
+        elimination: When samples are eliminated: "adaptive", "none", or one of the twelve published
             rules, "single2" to "multi50pc" (`headway.svm.elimination.RULES`).
         working_set: Samples that are solved for at once, 2 to 1024.
         processes: Workers that `fit` starts on this machine; 1: none. Where a launcher has started

@@ -198,7 +198,7 @@ class SparseSamples:
         return self.kernel.of_products(torch.from_numpy(out))
 
 
-class CalledSamples:
+class CallableKernelSamples:
     """Samples of a kernel that is the user's own function."""
 
     def __init__(self, kernel: Kernel, rows: Matrix) -> None:
@@ -208,8 +208,8 @@ class CalledSamples:
     def __len__(self) -> int:
         return int(self.rows.shape[0])
 
-    def take(self, which: Indices) -> CalledSamples:
-        return CalledSamples(self.kernel, self.rows[which])
+    def take(self, which: Indices) -> CallableKernelSamples:
+        return CallableKernelSamples(self.kernel, self.rows[which])
 
     def columns(self) -> Matrix:
         return self.rows
@@ -231,7 +231,7 @@ def prepare_samples(
         shift: Of dense samples under "rbf": what is subtracted from each, [m].
     """
     if kernel.name == "callable":
-        return CalledSamples(kernel, rows)
+        return CallableKernelSamples(kernel, rows)
     if sparse.issparse(rows):
         return SparseSamples.prepare(kernel, rows, dtype)
     return DenseSamples.prepare(kernel, rows, dtype, shift if kernel.name == "rbf" else None)

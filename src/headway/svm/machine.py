@@ -35,7 +35,7 @@ class PairFacts:
         steps: Of pairs of samples.
         outer: Outer steps.
         values: Kernel values that all ranks have computed.
-        reconstructions: How often gamma was made anew.
+        reconstructions: How often gamma was reconstructed.
         samples: Of the two classes.
     """
 

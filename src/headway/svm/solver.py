@@ -14,8 +14,8 @@ test). An outer step:
 With a working set of two this is the algorithm of Vishnu et al. (2015), iterate for iterate the
 same for any number of ranks. Nothing of an update is kept: no kernel row, no matrix.
 
-Gamma is *made anew* before the end: in float64, of all samples, by what has changed since it was
-last exact (`ring` of `peers.py`). A solution counts only if it holds for this gamma.
+Gamma is *reconstructed* before the end: in float64, of all samples, by what has changed since it
+was last exact (`ring` of `peers.py`). A solution counts only if it holds for this gamma.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class SolverOptions:
     Attributes:
         tolerance: Largest violation of a solution.
         working_set: Samples that are solved for at once: 2 (the paper's) to 1,024.
-        rule: When samples are set aside.
+        rule: When samples are eliminated.
         most_steps: Steps of pairs after which an unfinished machine is returned; -1: libsvm's
             limit, ten million or a hundred for each sample.
         second_order: How the second sample of a pair is chosen; see `solve_pairs`.
@@ -139,12 +139,12 @@ class Solution:
 
     Attributes:
         alpha: [n].
-        gamma: [n], made anew where the run has finished.
+        gamma: [n], reconstructed.
         offset: Subtracted from the sum over support vectors (libsvm's rho).
         violation: Largest violation over all samples.
         objective: Of the dual problem.
         finished: Whether the violation is below the tolerance.
-        reconstructions: How often gamma was made anew.
+        reconstructions: How often gamma was reconstructed.
         predictions: Of the rule "adaptive", one for each test.
     """
 
@@ -171,7 +171,7 @@ class _Active:
     bounds: Array
     alpha: Array
     gamma: Array
-    aside: int = 0  # support vectors of the rank that do not
+    aside: int = 0  # support vectors of the rank that do not: they are eliminated
 
     def sides(self) -> tuple[Array, Array]:
         """Gamma where y a may rise, else infinity; where it may sink, else -infinity."""
@@ -272,20 +272,18 @@ class Solver:
             if self._clock.due(self._counts.steps):
                 moved = int(heads[:, 6].sum())
                 if self._eliminate(rising, sinking, lowest, highest, moved):
-                    continue  # what was proposed may have been set aside
+                    continue  # what was proposed may have been eliminated
             chosen = self._choose(ups, downs, lowest, highest)
             self._solve(chosen)
             yield self._progress(heads, votes)
 
     def solution(self) -> Solution:
         """The multipliers now; collective."""
-        self._write_back()
-        if self._unverified or len(self._active.places) < len(self._alpha):
-            finished_places = self._peers.sum(
-                np.array([float(len(self._active.places) < len(self._alpha))]), "the solution"
-            )
-            if finished_places[0] or self._unverified:
-                self._reconstruct()
+        if self._unverified:
+            self._reconstruct()
+        else:  # eliminated samples, which only some ranks may have, kept their exact gamma
+            self._write_back()
+            self._active = self._activate(None)
         rising, sinking = self._active.sides()
         ends = self._peers.gather(
             np.array([rising.min(initial=np.inf), sinking.max(initial=-np.inf)]), "the solution"
@@ -438,15 +436,12 @@ class Solver:
         chosen = np.concatenate([ups, downs[: room - count_up]])
         own = chosen[chosen[:, 5] == self._peers.rank, 1].astype(np.int64) - self._share.first
         rows = self._peers.gather_rows(self._share.rows[own], "the samples of a working set")
-        order = np.argsort(chosen[:, 5], kind="stable")  # as the rows have come
-        fresh = chosen[order]
+        # Rows come rank by rank; each sample takes its own.
+        rows = rows[np.argsort(np.argsort(chosen[:, 5], kind="stable"))]
         made = _WorkingSet(
-            fresh[:, 1].astype(np.int64), fresh[:, 3], fresh[:, 4], fresh[:, 2], fresh[:, 0], rows,
-            fresh=len(fresh),
+            chosen[:, 1].astype(np.int64), chosen[:, 3], chosen[:, 4], chosen[:, 2], chosen[:, 0],
+            rows, fresh=len(chosen),
         )  # fmt: skip
-        back = np.argsort(order, kind="stable")
-        made = made.take(back)
-        made.fresh = len(back)
         return made if kept is None else _joined(made, kept)
 
     def _solve(self, chosen: _WorkingSet) -> None:
@@ -485,7 +480,7 @@ class Solver:
     def _eliminate(
         self, rising: Array, sinking: Array, lowest: float, highest: float, moved: int
     ) -> bool:
-        """Set aside what cannot be part of a violating pair, if the rule says so; collective."""
+        """Eliminate what cannot be part of a violating pair, if the rule says so; collective."""
         aside = _beyond(rising, sinking, lowest, highest)
         removed, active = (
             int(value)
@@ -509,7 +504,7 @@ class Solver:
         return True
 
     def _reconstruct(self, *, widen: bool = False) -> None:
-        """Make gamma of all samples anew, by what has changed since it was exact; collective.
+        """Reconstruct gamma of all samples from what has changed since it was exact; collective.
 
         In float64. What ranks have changed travels round a ring, while gamma is summed up.
 

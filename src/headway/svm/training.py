@@ -38,7 +38,7 @@ class TrainingOptions:
         class_factors: Of C, for each class in their sorted order; (): 1.
         tolerance: Largest violation of a finished machine.
         working_set: Samples that are solved for at once, 2 to 1,024.
-        rule: When samples are set aside.
+        rule: When samples are eliminated.
         most_steps: Of each pair of classes; -1: libsvm's limit.
     """
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
 from headway.channel.mapped_memory import file_of, mapped_tensor, row_chunks
-from headway.channel.process_memory import FreedMemory
+from headway.channel.process_memory import HeapTrimmer
 from headway.parallel.tables.rounds import SplitTable
 from headway.parallel.tables.split_tables import SplitTables
 from headway.parallel.tables.table_parts import TablePart, parts_of_rows
@@ -71,7 +71,7 @@ class RowUpdates:
     def __init__(self, optimizer: Optimizer, tables: Sequence[TieredTable]) -> None:
         self._tables = tables
         # Each step uses another number of rows.
-        self._freed = FreedMemory(sum(table.rows.memory for table in tables) // 4)
+        self._freed = HeapTrimmer(sum(table.rows.memory for table in tables) // 4)
         self._lent: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
         self._hooks = [
             optimizer.register_step_pre_hook(self._lend),

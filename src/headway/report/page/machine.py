@@ -22,7 +22,7 @@ class MachineSection:
     Attributes:
         pictures: Heading and SVG.
         pairs: Of each pair of classes: labels, samples, violation, objective, outer steps, steps,
-            kernel values, how often gamma was made anew.
+            kernel values, how often gamma was reconstructed.
         predictions: Of the rule "adaptive": outer step, rows left, saved, cost, verdict.
         more_pairs, more_predictions: Rows that are left out.
     """
@@ -81,7 +81,7 @@ def _facts(history: RunHistory) -> Iterator[Fact]:
         else:
             yield Fact("Machine", "unfinished", "stopped before the tolerance was reached", "bad")
         yield Fact("Support vectors", f"{machine.support:,}", "of all classes")
-        yield Fact("Violation", f"{machine.violation:.3g}", "over all samples, made anew")
+        yield Fact("Violation", f"{machine.violation:.3g}", "over all samples, reconstructed")
         yield Fact("Dual objective", f"{machine.objective:.8g}", "of all pairs of classes")
         yield Fact("Kernel values", format_number(machine.values), "of all ranks")
         if math.isfinite(machine.accuracy):

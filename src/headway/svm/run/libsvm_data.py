@@ -115,7 +115,7 @@ def load_rows(path: Path, peers: Peers, *, columns: int = 0) -> LabelledRows:
         sizes = peers.gather(np.array(size[:4], dtype=np.float64), "the data").astype(np.int64)
         _, total, entries, _ = sizes.sum(0).tolist()
         width = max(columns, int(sizes[:, 3].max()))
-        taken = _Taken(size, width, dense=is_dense(total, width, entries))
+        taken = _ParsedRows(size, width, dense=is_dense(total, width, entries))
         for block in content.blocks(peers.rank, peers.ranks):
             taken.take(block)
     before = sizes[: peers.rank].sum(0).tolist()
@@ -211,7 +211,7 @@ class _Content:
             ) from None
 
 
-class _Taken:
+class _ParsedRows:
     """Samples that have been read so far, in arrays of the size that they will have.
 
     Attributes:
@@ -281,7 +281,7 @@ class _Taken:
         self._count += found
 
 
-def _raise_together(taken: _Taken, path: Path, before: int, peers: Peers) -> None:
+def _raise_together(taken: _ParsedRows, path: Path, before: int, peers: Peers) -> None:
     """One error of all ranks, if a line is broken; collective.
 
     Args:
