@@ -36,7 +36,7 @@ def peak_seeds(image: NDArray[Any]) -> NDArray[np.int32]:
     del gradient
     depth = ndimage.distance_transform_edt(~edges).astype(np.float32)
     # The generator of the reference implementation: results follow from the noise, too.
-    depth = depth + np.random.RandomState(_NOISE_SEED).random_sample(depth.shape) * _NOISE  # noqa: NPY002
+    depth = depth + np.random.RandomState(_NOISE_SEED).random_sample(depth.shape) * _NOISE
     highest = ndimage.maximum_filter(depth, size=2 * MIN_DISTANCE + 1, mode="nearest")
     peaks = (depth == highest) & (depth > 0)
     inner = np.zeros_like(peaks)
