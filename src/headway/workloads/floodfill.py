@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, Adam, Optimizer
 
 from headway.errors import DataError, RecipeError
+from headway.floodfill.array_files import open_array
 from headway.floodfill.network import FloodFillingNetwork, Triple
 from headway.floodfill.patches import TRACKED, PatchGeometry, PatchSource
 from headway.floodfill.published_weights import load_published_weights
@@ -69,7 +69,7 @@ def recipe(
     """Moves in patches of a labelled volume.
 
     Args:
-        volume: [z, y, x] grey values from 0 to 255: a .npy file, "FILE.npz:NAME" or "FILE.h5:NAME";
+        volume: [z, y, x] grey values from 0 to 255: "FILE.npy", "FILE.npz:NAME", "FILE.h5:NAME";
             "tubes": made ones, with their labels.
         labels: Ids of the bodies of these voxels, likewise; 0 is none.
         weights: What training begins with: published ones (.npz), or as `Recipe.weights`.
@@ -177,7 +177,7 @@ def source(
         image, bodies = tubes.image, tubes.labels
         options["min_size"] = min(options["min_size"], 500)
     else:
-        image, bodies = read_array(volume), read_array(labels)
+        image, bodies = open_array(volume), open_array(labels)
     if image.shape != bodies.shape:
         raise DataError(
             f"the image has shape {list(image.shape)}, and its labels {list(bodies.shape)}",
@@ -185,21 +185,9 @@ def source(
             fix="Give two volumes [z, y, x] of the same part of the tissue.",
         )
     part = slice(*planes)
-    return PatchSource(image[part], bodies[part], geometry, seed=seed, **options)
-
-
-def read_array(name: str) -> NDArray[Any]:
-    path, _, key = name.partition(":")
-    try:
-        if key and not path.endswith(".npz"):
-            import h5py
-
-            with h5py.File(path) as file:
-                return np.asarray(file[key])
-        loaded = np.load(path)
-        return np.asarray(loaded[key] if key else loaded)
-    except (OSError, KeyError, ValueError) as error:
-        raise DataError("a volume cannot be read", where=name, why=str(error)) from error
+    return PatchSource(
+        np.asarray(image[part]), np.asarray(bodies[part]), geometry, seed=seed, **options
+    )
 
 
 def cross_entropy(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int, Tensor]:

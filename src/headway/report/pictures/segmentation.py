@@ -1,0 +1,102 @@
+"""Slices of image, truth and segmentation side by side, with marks where they disagree.
+
+A segment has the colour of the body that it shares most voxels with. Orange lies between two
+segments of one body (a split), red between two bodies of one segment (a merge).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.report.pictures.canvas import Hue, draw_png
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Slice = NDArray[Any]
+"""[y, x] of one plane."""
+
+SPLIT, MERGE = (243, 156, 40), (214, 39, 40)
+WIDTH = 240
+"""Points of a panel."""
+
+
+def segmentation_picture(planes: Mapping[int, tuple[Slice | None, Slice, Slice]]) -> bytes:
+    """A PNG with a row for each plane.
+
+    Args:
+        planes: z -> image (grey values, or none), truth and segments.
+    """
+    with_image = all(image is not None for image, _, _ in planes.values())
+    titles = [*(("image",) if with_image else ()), "truth", "segmentation"]
+    rows: list[tuple[int, list[Slice]]] = []
+    for z, (image, truth, segments) in planes.items():
+        panels: list[Slice] = [] if image is None or not with_image else [image]
+        rows.append((z, [*panels, coloured(truth), marked(truth, segments)]))
+
+    def paint(figure: Figure, hue: Hue) -> None:
+        grid = figure.subplots(len(rows), len(titles), squeeze=False)
+        for axes_row, (z, panels) in zip(grid, rows, strict=True):
+            for axes, panel, title in zip(axes_row, panels, titles, strict=True):
+                axes.imshow(panel, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
+                axes.set_title(f"{title}, z = {z}", color=hue("ink"), fontsize=10)
+                axes.set_axis_off()
+
+    return draw_png((WIDTH * len(titles), (WIDTH + 20) * len(rows)), paint)
+
+
+def coloured(ids: Slice) -> NDArray[np.uint8]:
+    """RGB [y, x, 3]: a colour for each id, the same in every picture; 0 and less are black."""
+    wide = np.where(ids > 0, ids, 0).astype(np.uint64)
+    # The finaliser of splitmix64: ids that follow each other get unlike colours.
+    wide = (wide ^ (wide >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    wide = (wide ^ (wide >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    parts = [(wide >> np.uint64(shift)) & np.uint64(255) for shift in (0, 16, 40)]
+    # Not too dark, so that borders and what has no id stand out.
+    bright = (64 + np.stack(parts, axis=-1) * 3 // 4).astype(np.uint8)
+    bright[ids <= 0] = 0
+    return bright
+
+
+def marked(truth: Slice, segments: Slice) -> NDArray[np.uint8]:
+    """RGB [y, x, 3] of the segments, in the colours of their bodies, with splits and merges."""
+    found = coloured(_like_bodies(truth, segments))
+    splits, merges = disagreements(truth, segments)
+    found[splits] = SPLIT
+    found[merges] = MERGE
+    return found
+
+
+def _like_bodies(truth: Slice, segments: Slice) -> Slice:
+    """Each segment with the id of the body that it shares most voxels with."""
+    ids, place = np.unique(segments, return_inverse=True)
+    bodies, body = np.unique(truth, return_inverse=True)
+    shared = np.zeros((len(ids), len(bodies)), dtype=np.int64)
+    np.add.at(shared, (place.ravel(), body.ravel()), 1)
+    shared[:, bodies <= 0] = 0
+    best = np.where(shared.any(axis=1) & (ids > 0), bodies[shared.argmax(axis=1)], 0)
+    return np.asarray(best[place].reshape(segments.shape))
+
+
+def disagreements(truth: Slice, segments: Slice) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Pixels beside a border that only the segments have (splits), and only the truth (merges)."""
+    splits, merges = (np.zeros(truth.shape, dtype=bool) for _ in range(2))
+    for dim in range(2):
+        pairs: list[Sequence[Slice]] = [
+            (np.moveaxis(ids, dim, 0)[:-1], np.moveaxis(ids, dim, 0)[1:])
+            for ids in (truth, segments)
+        ]
+        (here, there), (one, other) = pairs
+        labelled = (here > 0) & (there > 0) & (one > 0) & (other > 0)
+        for marks, where in (
+            (splits, labelled & (here == there) & (one != other)),
+            (merges, labelled & (here != there) & (one == other)),
+        ):
+            rows = np.moveaxis(marks, dim, 0)
+            rows[:-1] |= where
+            rows[1:] |= where
+    return splits, merges
