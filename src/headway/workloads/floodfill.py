@@ -119,7 +119,7 @@ def recipe(
         if validation_from is None
         else partial(data, (validation_from, None), visits=validation_visits),
         loss=cross_entropy,
-        metrics=tracked,
+        metrics=None if validation_from is None else tracked,
         optimizer=partial(
             clipped_optimizer, name=optimizer, learning_rate=learning_rate, momentum=momentum
         ),
@@ -127,7 +127,7 @@ def recipe(
         batch=slots,
         stop=f"{steps} steps",
         seed=seed,
-        validate_every=max(1, steps // 4),
+        validate_every=0 if validation_from is None else max(1, steps // 4),
         checkpoint_every=max(1, steps // 4),
     )
 

@@ -21,6 +21,8 @@ Slice = NDArray[Any]
 """[y, x] of one plane."""
 
 SPLIT, MERGE = (243, 156, 40), (214, 39, 40)
+LEAST = 25
+"""Pixels that a segment and a body share in the plane, at least, for their borders to count."""
 WIDTH = 240
 """Points of a panel."""
 
@@ -73,25 +75,34 @@ def marked(truth: Slice, segments: Slice) -> NDArray[np.uint8]:
 
 def _like_bodies(truth: Slice, segments: Slice) -> Slice:
     """Each segment with the id of the body that it shares most voxels with."""
+    ids, place, bodies, _, shared = _shared(truth, segments)
+    shared[:, bodies <= 0] = 0
+    best = np.where(shared.any(axis=1) & (ids > 0), bodies[shared.argmax(axis=1)], 0)
+    return np.asarray(best[place])
+
+
+def _shared(truth: Slice, segments: Slice) -> tuple[Slice, Slice, Slice, Slice, Slice]:
+    """Ids of the segments, each pixel's place among them, both of the bodies; the table of pixels
+    that each pair shares."""
     ids, place = np.unique(segments, return_inverse=True)
     bodies, body = np.unique(truth, return_inverse=True)
     shared = np.zeros((len(ids), len(bodies)), dtype=np.int64)
     np.add.at(shared, (place.ravel(), body.ravel()), 1)
-    shared[:, bodies <= 0] = 0
-    best = np.where(shared.any(axis=1) & (ids > 0), bodies[shared.argmax(axis=1)], 0)
-    return np.asarray(best[place].reshape(segments.shape))
+    return ids, place.reshape(segments.shape), bodies, body.reshape(truth.shape), shared
 
 
 def disagreements(truth: Slice, segments: Slice) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Pixels beside a border that only the segments have (splits), and only the truth (merges)."""
+    _, place, _, body, shared = _shared(truth, segments)
+    counts = (truth > 0) & (segments > 0) & (shared[place, body] >= LEAST)
     splits, merges = (np.zeros(truth.shape, dtype=bool) for _ in range(2))
     for dim in range(2):
         pairs: list[Sequence[Slice]] = [
             (np.moveaxis(ids, dim, 0)[:-1], np.moveaxis(ids, dim, 0)[1:])
-            for ids in (truth, segments)
+            for ids in (truth, segments, counts)
         ]
-        (here, there), (one, other) = pairs
-        labelled = (here > 0) & (there > 0) & (one > 0) & (other > 0)
+        (here, there), (one, other), (near, far) = pairs
+        labelled = near & far
         for marks, where in (
             (splits, labelled & (here == there) & (one != other)),
             (merges, labelled & (here != there) & (one == other)),
