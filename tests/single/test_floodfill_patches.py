@@ -139,6 +139,16 @@ def test_a_mask_just_below_the_threshold_does_not_move():
     assert source._slots[0].number == 1
 
 
+def test_a_mask_is_kept_in_the_type_of_the_network():
+    """Rounded, two ranks would differ by more than the order of their sums."""
+    source = patches(slots=1)
+    source.restore(0, {})
+    output = torch.full((1, 1, 9, 9, 9), logit(MOVE) + 1e-12, dtype=torch.float64)
+    source.absorb([0], output)
+    assert source._slots[0].number == 0
+    assert torch.equal(source.state(0)["mask"][3:12, 3:12, 3:12], output[0, 0])
+
+
 def test_a_state_goes_on_where_it_was_asked_for():
     def outputs(source):
         return source.read(range(2))["mask"] + 8 * source.read(range(2))["image"] - 2

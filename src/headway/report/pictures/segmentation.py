@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.ndimage import distance_transform_edt
 
 from headway.report.pictures.canvas import Hue, draw_png
 
@@ -23,6 +24,8 @@ Slice = NDArray[Any]
 SPLIT, MERGE = (243, 156, 40), (214, 39, 40)
 LEAST = 25
 """Pixels that a segment and a body share in the plane, at least, for their borders to count."""
+BETWEEN = 5
+"""Pixels by which ids reach into what has none, when borders are looked for."""
 WIDTH = 240
 """Points of a panel."""
 
@@ -91,8 +94,18 @@ def _shared(truth: Slice, segments: Slice) -> tuple[Slice, Slice, Slice, Slice, 
     return ids, place.reshape(segments.shape), bodies, body.reshape(truth.shape), shared
 
 
+def _widened(ids: Slice) -> Slice:
+    """Ids that reach into what has none, by `BETWEEN` pixels."""
+    away, nearest = distance_transform_edt(ids <= 0, return_indices=True)
+    return np.where((away <= BETWEEN) & (ids > 0).any(), ids[tuple(nearest)], 0)
+
+
 def disagreements(truth: Slice, segments: Slice) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Pixels beside a border that only the segments have (splits), and only the truth (merges)."""
+    """Pixels beside a border that only the segments have (splits), and only the truth (merges).
+
+    What has no id between two that have one is divided between them, so that a border may be thick.
+    """
+    truth, segments = _widened(truth), _widened(segments)
     _, place, _, body, shared = _shared(truth, segments)
     counts = (truth > 0) & (segments > 0) & (shared[place, body] >= LEAST)
     splits, merges = (np.zeros(truth.shape, dtype=bool) for _ in range(2))
