@@ -61,7 +61,8 @@ def open_array(name: str) -> Any:
 
 def _parts(name: str) -> tuple[str, str]:
     path, _, key = name.partition(":")
-    return path, key
+    # As viewers have it: precomputed://file:///data/segments.
+    return path, key.removeprefix("//").removeprefix("file://") if path == PREFIX else key
 
 
 def _of_numpy(path: str, key: str) -> Any:

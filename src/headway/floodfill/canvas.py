@@ -106,6 +106,11 @@ class Canvas:
             for here, size, whole in zip(position, self.fov, self.image.shape, strict=True)
         )
 
+    def object_in(self, box: tuple[slice, ...]) -> NDArray[np.bool_]:
+        """Which voxels of a box belong to the object that is being filled."""
+        # NaN is not larger than anything.
+        return np.asarray(self.mask[box] >= self._segment)
+
     def fill(
         self,
         seed: Triple,
@@ -175,6 +180,5 @@ class Canvas:
         return FilledObject(
             moves=np.array(moves, dtype=np.int32).reshape(-1, 3),
             start=(start[0], start[1], start[2]),
-            # NaN is not larger than anything.
-            mask=None if weak else self.mask[box] >= self._segment,
+            mask=None if weak else self.object_in(box),
         )

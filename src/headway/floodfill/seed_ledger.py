@@ -1,0 +1,298 @@
+"""The ledger of a sub-volume: which seed is being filled by whom, and what has come of the others.
+
+In the reference implementation objects are filled one after the other, in the order of the seeds,
+and an object stays out of those before it. Here processes fill objects at the same time, ahead of
+their turn, and the result is the same, bit by bit:
+
+- Objects are *settled*, entered into the volume, in the order of the seeds alone.
+- The network sees the image and the object's own mask. All that an object learns of the others is
+  which voxels are taken: of its seed, around it, and wherever its field of view has been. A voxel
+  that is taken stays so. So an object that was filled ahead of its turn is right if, when its turn
+  comes, none of these voxels has been taken in the meantime; otherwise it is filled once more.
+
+Which seeds are filled ahead decides only how much work is in vain. Seeds inside an object that is
+being filled are left for later, and a process gives up an object that meets one of an earlier seed.
+
+All of it is in files of one folder, mapped by every process and changed under a lock, so that a
+process may be killed at any moment: what is settled is settled, an object that is filled stays so
+until its turn, and what was being filled begins anew. (The files are not flushed: this is for the
+death of processes, not of machines.)
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.floodfill.canvas import FilledObject
+from headway.floodfill.network import Triple
+
+_FREE, _CLAIMED, _FILLED = 0, 1, 2
+SKIPPED, WEAK, SMALL = 0, -1, -2
+"""Outcomes of a seed that has no id: inside an object, too weak, too small."""
+WINDOW = 4096
+"""Seeds after the first one that is not settled which may be filled ahead."""
+_SETTLED, _IN_VAIN = 0, 1
+
+Box = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class LedgerFigures:
+    """What has been done in a sub-volume.
+
+    Attributes:
+        seeds: How many there are.
+        settled: How many of them, the first ones, are settled.
+        objects: Kept ones.
+        voxels: Of them.
+        moves: Fields of view of settled seeds: as many as one process needs.
+        in_vain: Further fields of view, of objects that had to be given up.
+    """
+
+    seeds: int
+    settled: int
+    objects: int
+    voxels: int
+    moves: int
+    in_vain: int
+
+
+def prepare_ledger(folder: Path, shape: Triple, seeds: NDArray[np.int32]) -> None:
+    """Make the files of a sub-volume, once."""
+    aside = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(aside, ignore_errors=True)
+    (aside / "filled").mkdir(parents=True)
+    made: dict[str, tuple[Any, Any]] = {
+        "segments": (shape, np.int32),
+        "owners": (shape, np.int32),
+        "status": ((len(seeds),), np.int8),
+        "ids": ((len(seeds),), np.int32),
+        "moves": ((len(seeds),), np.int32),
+        "voxels": ((len(seeds),), np.int64),
+        "counts": ((2,), np.int64),
+    }
+    for name, (size, kind) in made.items():
+        # Of zeros, which a file system keeps as holes.
+        np.lib.format.open_memmap(aside / f"{name}.npy", "w+", kind, size).flush()
+    np.save(aside / "seeds.npy", seeds)
+    (aside / "lock").touch()
+    aside.rename(folder)
+
+
+def release_claims(folder: Path) -> None:
+    """Let the seeds go whose processes have ended; nobody may work on them."""
+    status, owners = (
+        np.lib.format.open_memmap(folder / f"{name}.npy", "r+") for name in ("status", "owners")
+    )
+    if status.any():
+        status[status == _CLAIMED] = _FREE
+        owners[:] = 0
+    for left in (folder / "filled").glob("*.part.npz"):
+        left.unlink()
+
+
+class SeedLedger:
+    """A process's access to the ledger.
+
+    Args:
+        distance: No seed is tried within this distance of an object.
+        min_size: Objects with fewer voxels are dropped.
+        apart: Seeds are not filled ahead this close to one that is being filled.
+    """
+
+    def __init__(self, folder: Path, *, distance: Triple, min_size: int, apart: int) -> None:
+        self._folder, self._distance, self._min_size = folder, distance, min_size
+        self._apart = apart
+        self.seeds = np.load(folder / "seeds.npy")
+        self.segments = self._mapped("segments")
+        self._owners, self._status = self._mapped("owners"), self._mapped("status")
+        self._ids, self._moves = self._mapped("ids"), self._mapped("moves")
+        self._voxels, self._counts = self._mapped("voxels"), self._mapped("counts")
+
+    def _mapped(self, name: str) -> NDArray[Any]:
+        path = self._folder / f"{name}.npy"
+        return np.lib.format.open_memmap(path, "r+")
+
+    def figures(self) -> LedgerFigures:
+        """As of now."""
+        settled = int(self._counts[_SETTLED])
+        kept = self._ids[:settled] > 0
+        return LedgerFigures(
+            seeds=len(self.seeds),
+            settled=settled,
+            objects=int(np.count_nonzero(kept)),
+            voxels=int(self._voxels[:settled][kept].sum()),
+            moves=int(self._moves[:settled].sum(dtype=np.int64)),
+            in_vain=int(self._counts[_IN_VAIN]),
+        )
+
+    @property
+    def finished(self) -> bool:
+        """Whether every seed is settled."""
+        return int(self._counts[_SETTLED]) == len(self.seeds)
+
+    def seed(self, index: int) -> Triple:
+        """The voxel of a seed."""
+        z, y, x = (int(part) for part in self.seeds[index])
+        return z, y, x
+
+    def is_taken(self, voxel: Triple) -> bool:
+        """Whether a settled object has a voxel."""
+        return bool(self.segments[voxel] > 0)
+
+    def claim(self) -> int | None:
+        """A seed to fill now; None: none, until others have ended or all is finished."""
+        with self._locked():
+            self._settle()
+            first = int(self._counts[_SETTLED])
+            status = self._status[first : first + WINDOW]
+            if not len(status):
+                return None
+            index: int | None = first
+            if status[0] != _FREE:
+                index = self._ahead(first, status)
+            if index is not None:
+                self._status[index] = _CLAIMED
+            return index
+
+    def _ahead(self, first: int, status: NDArray[np.int8]) -> int | None:
+        """The first free seed that is in no object, as far as is known, and close to none."""
+        seeds = self.seeds[first : first + WINDOW]
+        voxels = tuple(seeds.T)
+        free = (status == _FREE) & (self.segments[voxels] <= 0) & (self._owners[voxels] == 0)
+        for busy in seeds[status == _CLAIMED]:
+            free &= np.abs(seeds - busy).max(axis=1) >= self._apart
+        return next(
+            (
+                first + int(number)
+                for number in np.flatnonzero(free)
+                if self._is_open(self.seed(first + int(number)), 0)
+            ),
+            None,
+        )
+
+    def mark(self, index: int, box: Box, inside: NDArray[np.bool_]) -> bool:
+        """Tell the others what an object seems to cover.
+
+        Returns:
+            Whether it is worth going on: its seed is in no object of an earlier seed.
+        """
+        owner = index + 1
+        owners = self._owners[box]
+        owners[inside & ((owners == 0) | (owners > owner))] = owner
+        seed = self.seed(index)
+        return not self.is_taken(seed) and not 0 < int(self._owners[seed]) < owner
+
+    def give_up(self, index: int, box: Box | None, moves: int) -> None:
+        """Return a seed that was claimed.
+
+        Args:
+            box: That has been marked.
+        """
+        with self._locked():
+            self._free(index, box, moves)
+
+    def submit(self, index: int, filled: FilledObject) -> None:
+        """Hand in what came of a seed; it is settled when its turn comes."""
+        mask = np.zeros((0, 0, 0), dtype=np.bool_) if filled.mask is None else filled.mask
+        path = self._path(index)
+        aside = path.with_suffix(".part.npz")
+        np.savez(
+            aside,
+            moves=filled.moves,
+            start=filled.start,
+            shape=mask.shape,
+            mask=np.packbits(mask),
+        )
+        aside.rename(path)
+        with self._locked():
+            self._status[index] = _FILLED
+            self._settle()
+
+    def _path(self, index: int) -> Path:
+        return self._folder / "filled" / f"{index:09d}.npz"
+
+    def _settle(self) -> None:
+        """Settle all seeds whose turn it is."""
+        while not self.finished:
+            index = int(self._counts[_SETTLED])
+            if self._status[index] == _FILLED:
+                if not self._enter(index):
+                    return
+            elif self._status[index] == _FREE and not self._is_open(self.seed(index), 0):
+                self._finish(index, SKIPPED)
+            else:
+                return
+
+    def _enter(self, index: int) -> bool:
+        """Enter a filled object; False: it has to be filled once more."""
+        with np.load(self._path(index)) as file:
+            moves, start, shape = file["moves"], file["start"], file["shape"]
+            mask = np.unpackbits(file["mask"], count=int(np.prod(shape))).astype(bool)
+            mask = mask.reshape(shape)
+        box = tuple(slice(int(a), int(a + n)) for a, n in zip(start, shape, strict=True))
+        # Voxels with this id are left from a process that was killed at this place.
+        new = int(np.count_nonzero(self._ids[:index] > 0)) + 1
+        if not self._is_open(self.seed(index), new):
+            self._counts[_IN_VAIN] += len(moves)
+            self._finish(index, SKIPPED, box)
+            return True
+        visited = self.segments[tuple(moves.T)]
+        if ((visited > 0) & (visited != new)).any():
+            self._free(index, box, len(moves))
+            return False
+        outcome, voxels = WEAK, 0
+        if mask.size:
+            part = self.segments[box]
+            mask &= (part <= 0) | (part == new)
+            voxels = int(np.count_nonzero(mask))
+            outcome = new if voxels >= self._min_size else SMALL
+        if outcome > 0:
+            self.segments[box][mask] = outcome
+        self._finish(index, outcome, box, moves=len(moves), voxels=voxels)
+        return True
+
+    def _is_open(self, seed: Triple, own: int) -> bool:
+        """Whether a seed may be tried: no object but its own is near."""
+        near = self.segments[
+            tuple(
+                slice(max(0, here - far), here + far + 1)
+                for here, far in zip(seed, self._distance, strict=True)
+            )
+        ]
+        return not bool(((near > 0) & (near != own)).any())
+
+    def _finish(
+        self, index: int, outcome: int, box: Box | None = None, *, moves: int = 0, voxels: int = 0
+    ) -> None:
+        self._ids[index], self._moves[index], self._voxels[index] = outcome, moves, voxels
+        self._unmark(index, box)
+        # Last, and eight bytes: a process is killed before it or after it.
+        self._counts[_SETTLED] = index + 1
+        self._path(index).unlink(missing_ok=True)
+
+    def _free(self, index: int, box: Box | None, moves: int) -> None:
+        self._unmark(index, box)
+        self._counts[_IN_VAIN] += moves
+        self._status[index] = _FREE
+
+    def _unmark(self, index: int, box: Box | None) -> None:
+        if box is not None:
+            owners = self._owners[box]
+            owners[owners == index + 1] = 0
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        # The kernel releases it when a process dies.
+        with (self._folder / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
