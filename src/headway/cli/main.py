@@ -60,6 +60,12 @@ TASKS = {
             "Train a support vector machine on a file in libsvm's format.",
             "data.libsvm --processes 4 --C 10 --gamma 0.5",
         ),
+        Command(
+            "evaluate",
+            "evaluate:evaluate",
+            "Compare a segmentation with the truth.",
+            "segments.h5:ids truth.h5:bodies --report page.html",
+        ),
         Command("demo", "demo:demo", "Train, verify and report a small model.", ""),
     ),
     "Find a plan": (

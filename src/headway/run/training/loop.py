@@ -21,7 +21,7 @@ from headway.channel.process_memory import keep_freed_memory
 from headway.checkpoint.format import Manifest
 from headway.checkpoint.save_plan import Holdings
 from headway.checkpoint.store import CheckpointStore
-from headway.data import CachedSource, Cursor, RankBatch
+from headway.data import CachedSource, Cursor, RankBatch, StatefulSource
 from headway.documents import parse_json
 from headway.errors import (
     CheckpointError,
@@ -353,7 +353,9 @@ class Training:
     def _cut(self) -> None:
         # Before a checkpoint is read: each rank reads only what it keeps.
         group = self._free.inside if isinstance(self._free, GroupRun) else None
-        self._inventory = make_inventory(self._plan, self._world, group)
+        self._inventory = make_inventory(
+            self._plan, self._world, group, slots=isinstance(self._data, StatefulSource)
+        )
         if not self._plan.needs_batch:
             return
         self._world.doing("cuts the model")
@@ -412,7 +414,9 @@ class Training:
             return beginning
         else:
             with self._storing():
-                manifest = restore_checkpoint(self._store, self.trained, self.executor.strategy)
+                manifest = restore_checkpoint(
+                    self._store, self.trained, self.executor.strategy, self.executor.slots
+                )
             self._tell_restart(0 if manifest is None else manifest.step)
         if manifest is None:
             return beginning
@@ -444,7 +448,9 @@ class Training:
         if step is None:
             return None
         store = self._store.of(folder)
-        manifest = restore_checkpoint(store, self.trained, self.executor.strategy, only=step)
+        manifest = restore_checkpoint(
+            store, self.trained, self.executor.strategy, self.executor.slots, only=step
+        )
         if manifest is None:
             raise UsageError(
                 f"the checkpoint of step {step}, with which this history begins, is not there",
@@ -592,7 +598,7 @@ class Training:
     def _contents(self) -> tuple[dict[str, torch.Tensor], Facts, Holdings | None]:
         """This rank's part of a checkpoint, the facts, and who holds what; collective."""
         tensors, facts, holdings = checkpoint_contents(
-            self.trained, self.executor.strategy, self._inventory
+            self.trained, self.executor.strategy, self._inventory, self.executor.slots
         )
         if self._monitor is not None:
             facts["monitor"] = self._monitor.state()
