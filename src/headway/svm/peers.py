@@ -122,7 +122,8 @@ _HEAD = 3
 def packed_sizes(rows: Matrix) -> Array:
     """Numbers that each sample takes in a message, [n]."""
     if sparse.issparse(rows):
-        return 1.0 + 2 * np.diff(rows.indptr)
+        sizes: Array = 1.0 + 2 * np.diff(rows.indptr)
+        return sizes
     return np.full(len(rows), float(rows.shape[1]))
 
 
