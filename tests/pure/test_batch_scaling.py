@@ -21,8 +21,8 @@ FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 def run(batch, rate, steps, *, end="reached", seed=0, every=1):
     return StudyRun(
-        batch=batch, rate=rate, seed=seed, end=end, steps=round(steps), samples=round(steps) * batch,
-        every=every, value=0.4, directory=f"b{batch}",
+        batch=batch, rate=rate, seed=seed, end=end, every=every, value=0.4, directory=f"b{batch}",
+        steps=round(steps), samples=round(steps) * batch,
     )  # fmt: skip
 
 
@@ -83,9 +83,7 @@ def test_a_best_rate_at_the_edge_is_left_out_of_the_exponent():
 
 
 def test_a_batch_that_never_reaches_the_target_has_its_row():
-    runs = [
-        run(r.batch, r.rate, 500, end="budget") if r.batch == 4 else r for r in study()
-    ]
+    runs = [run(r.batch, r.rate, 500, end="budget") if r.batch == 4 else r for r in study()]
     found = analyze(runs)
     assert [one.batch for one in found.batches] == list(BATCHES)
     assert found.batches[0].best is None
@@ -96,8 +94,9 @@ def test_a_batch_that_never_reaches_the_target_has_its_row():
 
 def test_seeds_are_averaged_and_one_that_fails_counts():
     rates = (0.1, 0.2, 0.4)
-    runs = [run(8, r, s, seed=n) for r, ss in zip(rates, ((90, 90), (50, 98), (80, 80)), strict=True)
-            for n, s in enumerate(ss)]  # fmt: skip
+    steps = ((90, 90), (50, 98), (80, 80))
+    runs = [run(8, rate, made, seed=seed) for rate, both in zip(rates, steps, strict=True)
+            for seed, made in enumerate(both)]  # fmt: skip
     best = analyze(runs).batches[0].best
     assert best.rate == 0.2
     assert best.steps == pytest.approx(70)

@@ -60,6 +60,12 @@ TASKS = {
             "Train a support vector machine on a file in libsvm's format.",
             "data.libsvm --processes 4 --C 10 --gamma 0.5",
         ),
+        Command(
+            "study",
+            "study:study",
+            "Batch sizes and learning rates: best rates, critical batch.",
+            'my_module:recipe --batches 8,16,32 --target "loss<=0.45"',
+        ),
         Command("demo", "demo:demo", "Train, verify and report a small model.", ""),
     ),
     "Find a plan": (

@@ -170,8 +170,7 @@ def analyze(runs: Iterable[StudyRun]) -> BatchScaling:
             (
                 (sizes[n], sizes[n + 1])
                 for n in range(len(sizes) - 1)
-                if math.log(steps[n] / steps[n + 1])
-                < HALVING * math.log(sizes[n + 1] / sizes[n])
+                if math.log(steps[n] / steps[n + 1]) < HALVING * math.log(sizes[n + 1] / sizes[n])
             ),
             None,
         ),
