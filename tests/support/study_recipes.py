@@ -8,6 +8,8 @@ proportion to the batch, and a large batch is limited by lr < 2.
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,7 +50,19 @@ def error(model: nn.Module, batch: Any) -> dict[str, Any]:
     return {"error": found, "score": -found}
 
 
-def quadratic(*, two_groups: bool = False, scheduler: str = "", **more: Any) -> Recipe:
+@dataclass(frozen=True)
+class Pause:
+    """A callback that makes each step last longer."""
+
+    seconds: float
+
+    def on_step_end(self, run: Any) -> None:
+        time.sleep(self.seconds)
+
+
+def quadratic(
+    *, two_groups: bool = False, scheduler: str = "", pause: float = 0.0, **more: Any
+) -> Recipe:
     def optimizer(model: Any) -> torch.optim.Optimizer:
         if two_groups:
             groups = [{"params": [model.w]}, {"params": [model.b], "lr": 0.001}]
@@ -70,6 +84,7 @@ def quadratic(*, two_groups: bool = False, scheduler: str = "", **more: Any) -> 
         "stop": "6000 samples",
         "validation": lambda: clouds(1, 0.0),
         "metrics": error,
+        "callbacks": (Pause(pause),) if pause else (),
         **more,
     }
     return Recipe(**given)

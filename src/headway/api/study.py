@@ -16,6 +16,7 @@ import io
 import json
 import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from headway.api.inputs import RecipeInput, sendable_recipe
 from headway.api.training import PATIENCE, TIMEOUT, TrainingObserver, train
 from headway.cost.batch_scaling import BatchScaling, StudyRun, analyze
 from headway.documents import nearest, parse_json
-from headway.errors import UsageError
+from headway.errors import Diverged, UsageError
 from headway.keywords import checks_keywords
 from headway.launch.restart_policy import RESTARTS
 from headway.optim.lr_scaling import Rule
@@ -38,6 +39,7 @@ from headway.run.training.run_directory import (
     describe_environment,
 )
 from headway.run.training.target import OUTCOME, Target, TargetWatch, write_outcome
+from headway.units import counted
 
 if TYPE_CHECKING:
     from headway.api.study_grid import GridPoint, StudyGrid
@@ -164,7 +166,9 @@ def study(
         "rates": ", ".join(f"{point.rate:.6g}" for point in grid.points),
         "seeds": ", ".join(map(str, chosen)),
     }
-    path = choose_directory(f"study-{grid.name}", directory, place, resume=resume)
+    # The name becomes part of a path, and may hold anything.
+    name = re.sub(r"[^A-Za-z0-9_.-]", "-", grid.name)
+    path = choose_directory(f"study-{name}", directory, place, resume=resume)
     _open(RunDirectory(path), options)
     runner = _Runner(
         reference,
@@ -240,11 +244,15 @@ class _Runner:
             (n for n, run in enumerate(found) if run.end == "reached"),
             key=lambda n: found[n].steps,
         )
-        # The optimum is interpolated from the steps of these, which therefore must be known.
-        near = [n for n in (best - 1, best + 1) if 0 <= n < len(points)]
-        return all(
-            self._run(points[n], seeds[0], None) is not None for n in near if found[n].end == "cut"
-        )
+        # The optimum between the rates is interpolated from the steps of the two beside the best,
+        # if both reach the target: only then these must be known.
+        near = range(best - 1, best + 2, 2) if 0 < best < len(points) - 1 else ()
+        for n in near:
+            known = [self.runs[_name(points[one], seeds[0])].end for one in near]
+            needed = found[n].end == "cut" and {*known} <= {"cut", "reached"}
+            if needed and self._run(points[n], seeds[0], None) is None:
+                return False
+        return True
 
     def _run(self, point: GridPoint, seed: int, limit: int | None) -> StudyRun | None:
         """A run, made now or before; None: a signal came."""
@@ -256,6 +264,28 @@ class _Runner:
             (path / OUTCOME).unlink()
             outcome = None
         if outcome is None:
+            outcome = self._train(path, point, seed, limit)
+        if outcome is None:
+            return None
+        run = StudyRun(
+            batch=point.batch,
+            rate=point.rate,
+            seed=seed,
+            end=outcome["end"],
+            steps=outcome["steps"],
+            samples=sum(n for step, n in _steps(path).items() if step <= outcome["steps"]),
+            every=point.every,
+            value=outcome["value"],
+            directory=name,
+        )
+        self.runs[name] = run
+        return None if self.stopped_by else run
+
+    def _train(
+        self, path: Path, point: GridPoint, seed: int, limit: int | None
+    ) -> dict[str, Any] | None:
+        """Make a run, or go on with it; what it came to, None where a signal came first."""
+        try:
             result = train(
                 self._reference,
                 overrides=(*self._overrides, *point.overrides, f"seed={seed}"),
@@ -264,33 +294,20 @@ class _Runner:
                 callbacks=(TargetWatch(self._target, point.every, self._grid.validates, limit),),
                 **self._options,
             )
-            outcome = _outcome(path)
-            if outcome is None and (result.stopped_by or "").startswith("SIG"):
-                self.stopped_by = result.stopped_by
-                return None
-            if outcome is None:
-                write_outcome(path, "budget", result.steps or 0, None)
-                outcome = _outcome(path)
-            assert outcome is not None
-            _LOG.info(
-                "batch %d, rate %.4g, seed %d: %s after %d steps",
-                point.batch, point.rate, seed, outcome["end"], outcome["steps"],
-            )  # fmt: skip
+        except Diverged:
+            write_outcome(path, "diverged", max(_steps(path), default=0), None)
+        else:
             if (result.stopped_by or "").startswith("SIG"):
                 self.stopped_by = result.stopped_by
-        run = StudyRun(
-            batch=point.batch,
-            rate=point.rate,
-            seed=seed,
-            end=outcome["end"],
-            steps=outcome["steps"],
-            samples=_samples(path, outcome["steps"]),
-            every=point.every,
-            value=outcome["value"],
-            directory=name,
-        )
-        self.runs[name] = run
-        return None if self.stopped_by else run
+            elif _outcome(path) is None:
+                write_outcome(path, "budget", max(_steps(path), default=0), None)
+        outcome = _outcome(path)
+        if outcome is not None:
+            _LOG.info(
+                "batch %d, rate %.4g, seed %d: %s after %s",
+                point.batch, point.rate, seed, outcome["end"], counted(outcome["steps"], "step"),
+            )  # fmt: skip
+        return outcome
 
 
 def _name(point: GridPoint, seed: int) -> str:
@@ -303,10 +320,9 @@ def _outcome(path: Path) -> dict[str, Any] | None:
     return found
 
 
-def _samples(path: Path, steps: int) -> int:
-    """Samples of the first steps of a run; a step that was made again counts once."""
-    made = {row["step"]: row["samples"] for row in RunDirectory(path).events("step")}
-    return sum(samples for step, samples in made.items() if step <= steps)
+def _steps(path: Path) -> dict[int, int]:
+    """The steps of a run and their samples; one that was made again counts once."""
+    return {row["step"]: row["samples"] for row in RunDirectory(path).events("step")}
 
 
 def _positive(option: str, values: Sequence[Number]) -> tuple[Number, ...]:

@@ -170,7 +170,8 @@ def analyze(runs: Iterable[StudyRun]) -> BatchScaling:
             (
                 (sizes[n], sizes[n + 1])
                 for n in range(len(sizes) - 1)
-                if math.log(steps[n] / steps[n + 1]) < HALVING * math.log(sizes[n + 1] / sizes[n])
+                # Rounded: a fourfold batch that halves the steps is at the limit, not below.
+                if round(-math.log(steps[n + 1] / steps[n], sizes[n + 1] / sizes[n]), 9) < HALVING
             ),
             None,
         ),

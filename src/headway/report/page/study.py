@@ -112,7 +112,7 @@ def _exponent_sentence(found: BatchScaling) -> str:
             "The exponent of the best rate is not known: it needs three batches whose best rate is "
             "inside the grid."
         )
-    rules = {"linear": 1.0, "square root": 0.5}
+    rules = {"linear": 1.0, "square-root": 0.5}
     inside = [name for name, power in rules.items() if p.low <= power <= p.high]
     agrees = {0: "neither the linear nor the square-root rule is", 1: "the {} rule is"}.get(
         len(inside), "both the linear and the square-root rule are"

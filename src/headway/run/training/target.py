@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 OUTCOME = "outcome.json"
 """Name of the file in the run directory."""
 Ending = Literal["reached", "diverged", "cut", "budget"]
-"""At the target; with a loss that is no number; over a limit of steps; at the recipe's stop."""
+"""At the target; where a loss is no number; over a limit of steps; at the recipe's stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +85,8 @@ class TargetWatch:
     ended: Ending | None = field(default=None, repr=False)
 
     def on_step_end(self, run: RunView) -> None:
-        """Judge a step's loss, and the mean at its end."""
-        if not math.isfinite(run.loss):
-            self._end(run, "diverged", run.step, run.loss)
-        elif self.limit is not None and run.step > self.limit:
+        """Count the step; judge the mean of the loss where it is due."""
+        if self.limit is not None and run.step > self.limit:
             self._end(run, "cut", self.limit, run.loss)
         if self.validates:
             return
