@@ -97,7 +97,7 @@ def _best(figure: Figure, found: BatchScaling) -> None:
             batches,
             found.factor * batches**p.value,
             color=colour("series-0"),
-            label=f"B^{p.value:.2f}",
+            label=f"batch^{p.value:.2f}",
         )
     if inside:
         first = inside[0]
@@ -162,6 +162,7 @@ def _logarithmic(figure: Figure, x: str, y: str) -> Axes:
     axes.set_yscale("log")
     axes.set_xlabel(x, color=colour("muted"))
     axes.set_ylabel(y, color=colour("muted"))
+    axes.tick_params(which="minor", length=0)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
