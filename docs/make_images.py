@@ -1,13 +1,13 @@
 """Makes the pictures of the documentation that are not a command's own.
 
     headway demo --directory runs/demo
-    python docs/make_images.py runs/demo
+    python docs/make_images.py runs/demo [runs/study]
 
 images/pipelines.svg: some pipeline schedules on one time axis. images/simulate.svg: the step of
 docs/simulate.md. images/tree-packing.svg: packings of a DGX-1V. images/table-placement.svg: tables
 as large as Criteo's on Zion. images/segmentation.png: made tubes with planted errors.
-images/run.svg, where a run is given: two pictures of its report, the
-loss and one step of every rank.
+images/run.svg, where a run is given: two pictures of its report, the loss and one step of every
+rank. images/batch-study.svg, where a study is given: that of docs/batch-study.md.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from headway.planner.tables.skew import measure_skew
 from headway.plans import pipelined
 from headway.plans.pipeline import PipelinePlan
 from headway.report.history.reader import read_history
+from headway.report.page.study import study_section
 from headway.report.pictures.canvas import stack_svg
 from headway.report.pictures.collective_programs import programs_svg
 from headway.report.pictures.pipeline_schedule import schedule_svg
@@ -143,6 +144,13 @@ def tables_of_clicks() -> str:
     return tables_picture(placed, title="12 tables on zion")
 
 
+def study_picture(directory: Path) -> str:
+    """The pictures of a study of batch sizes and rates."""
+    section = study_section(directory)
+    assert section is not None
+    return stack_svg(section.pictures)
+
+
 if __name__ == "__main__":
     IMAGES.mkdir(exist_ok=True)
     (IMAGES / "pipelines.svg").write_text(schedules_picture(), encoding="utf-8")
@@ -152,3 +160,6 @@ if __name__ == "__main__":
     (IMAGES / "segmentation.png").write_bytes(segmentation_of_tubes())
     if sys.argv[1:]:
         (IMAGES / "run.svg").write_text(picture(Path(sys.argv[1])), encoding="utf-8")
+    if sys.argv[2:]:
+        drawn = study_picture(Path(sys.argv[2]))
+        (IMAGES / "batch-study.svg").write_text(drawn, encoding="utf-8")

@@ -11,7 +11,7 @@ from sklearn.svm import SVC
 
 from headway.errors import UsageError
 from headway.svm.elimination import NONE, RULES, EliminationClock, RemainingWork, find_rule
-from headway.svm.kernels import CHUNK, Kernel, kernel_matrix, prepare_samples, weighted_sums
+from headway.svm.kernels import CHUNK, Kernel, kernel_values, prepare_samples, weighted_sums
 from headway.svm.pair_solver import solve_pairs
 from headway.svm.peers import Peers
 from headway.svm.products import exponentials
@@ -75,7 +75,10 @@ def test_blocks_are_the_kernel(kernel, form, others):
     if form != "dense":
         one, other = sparse.csr_matrix(one), sparse.csr_matrix(other)
     shift = draw.normal(size=60) if form == "dense" else None
-    found = kernel_matrix(kernel, one, other, shift)
+    found = kernel_values(
+        prepare_samples(kernel, one, torch.float64, shift),
+        prepare_samples(kernel, other, torch.float64, shift),
+    )
     np.testing.assert_allclose(found, wanted, rtol=1e-11, atol=1e-11)
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 3e-4)):
         sums = weighted_sums(

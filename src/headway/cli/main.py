@@ -66,6 +66,12 @@ TASKS = {
             "Compare a segmentation with the truth.",
             "segments.h5:ids truth.h5:bodies --report page.html",
         ),
+        Command(
+            "study",
+            "study:study",
+            "Batch sizes and learning rates: best rates, critical batch.",
+            'my_module:recipe --batches 8,16,32 --target "loss<=0.45"',
+        ),
         Command("demo", "demo:demo", "Train, verify and report a small model.", ""),
     ),
     "Find a plan": (

@@ -12,6 +12,7 @@ from scipy import sparse
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
 Mask = NDArray[np.bool_]
+NOTHING: Array = np.zeros(0)
 Matrix = Any
 """Samples by columns: a float64 array, or a `scipy.sparse.csr_matrix` of float64."""
 

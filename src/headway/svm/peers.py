@@ -10,7 +10,7 @@ import torch.distributed as dist
 from scipy import sparse
 
 from headway.run.distributed.world import World
-from headway.svm.arrays import Array, Matrix
+from headway.svm.arrays import NOTHING, Array, Indices, Matrix, stack_rows
 
 
 class Peers:
@@ -45,24 +45,42 @@ class Peers:
         self.sent += own.nbytes * (self.ranks - 1)
         return out.numpy()
 
-    def gather_arrays(self, values: Array, doing: str) -> list[Array]:
-        """Arrays of any length in their first dimension, by rank; collective."""
+    def gather_arrays(
+        self, values: Array, doing: str, counts: Indices | None = None
+    ) -> list[Array]:
+        """Arrays of any length in their first dimension, by rank; collective.
+
+        Args:
+            counts: Their lengths by rank, where all ranks know them: it saves a message.
+        """
         if self.world is None:
             return [values]
-        counts = self.gather(np.array([len(values)], dtype=np.float64), doing)[:, 0].astype(int)
+        if counts is None:
+            own = np.array([len(values)], dtype=np.float64)
+            counts = self.gather(own, doing)[:, 0].astype(np.int64)
         room = np.zeros((int(counts.max(initial=0)), *values.shape[1:]), dtype=values.dtype)
         room[: len(values)] = values
         return [part[:count] for part, count in zip(self.gather(room, doing), counts, strict=True)]
 
-    def gather_rows(self, rows: Matrix, doing: str) -> Matrix:
-        """Samples of all ranks, in the order of the ranks; collective."""
+    def gather_rows(
+        self, rows: Matrix, doing: str, beside: Array = NOTHING, counts: Indices | None = None
+    ) -> tuple[Matrix, Array]:
+        """Samples of all ranks, in the order of the ranks, in one message; collective.
+
+        Args:
+            beside: Numbers that travel with them, as many on every rank.
+            counts: By rank, `packed_sizes` of its samples added up, where all ranks know them.
+
+        Returns:
+            The samples; what has travelled with them, [ranks, numbers].
+        """
         if self.world is None:
-            return rows
-        if not sparse.issparse(rows):
-            return np.concatenate(self.gather_arrays(rows, doing))
-        # Three arrays in one message.
-        parts = self.gather_arrays(_packed(rows), doing)
-        return sparse.vstack([_unpacked(part, rows.shape[1]) for part in parts], format="csr")
+            return rows, beside[None]
+        if counts is not None:
+            counts = counts + _HEAD + len(beside)
+        packs = self.gather_arrays(_packed(rows, beside), doing, counts)
+        parts = [_unpacked(pack, rows.shape[1]) for pack in packs]
+        return stack_rows([part for part, _ in parts]), np.stack([other for _, other in parts])
 
     def sum(self, values: Array, doing: str) -> Array:
         """The sum over all ranks; collective."""
@@ -78,7 +96,7 @@ class Peers:
         pack = _packed(rows, weights)
         for hop in range(self.ranks):
             if hop == self.ranks - 1 or self.world is None:
-                yield _with_weights(pack, width)
+                yield _unpacked(pack, width)
                 return
             with self.world.explained(doing):
                 sizes = self.gather(np.array([len(pack)], dtype=np.float64), doing)[:, 0]
@@ -89,7 +107,7 @@ class Peers:
                     dist.irecv(torch.from_numpy(coming), before, group=self._group),
                 ]
             self.sent += pack.nbytes
-            yield _with_weights(pack, width)
+            yield _unpacked(pack, width)
             with self.world.explained(doing):
                 for work in works:
                     assert work is not None
@@ -97,27 +115,34 @@ class Peers:
             pack = coming
 
 
-def _packed(rows: Matrix, weights: Array | None = None) -> Array:
-    """Samples, and a weight of each, as one array of float64."""
-    weights = np.zeros(0) if weights is None else weights
+_HEAD = 3
+"""Numbers before everything else in a message of samples."""
+
+
+def packed_sizes(rows: Matrix) -> Array:
+    """Numbers that each sample takes in a message, [n]."""
+    if sparse.issparse(rows):
+        sizes: Array = 1.0 + 2 * np.diff(rows.indptr)
+        return sizes
+    return np.full(len(rows), float(rows.shape[1]))
+
+
+def _packed(rows: Matrix, beside: Array) -> Array:
+    """Samples, and other numbers, as one array of float64."""
     if not sparse.issparse(rows):
-        head = np.array([rows.shape[0], -1.0, len(weights)])
-        return np.concatenate([head, weights, rows.ravel()])
-    head = np.array([rows.shape[0], rows.nnz, len(weights)])
+        head = np.array([rows.shape[0], -1.0, len(beside)])
+        return np.concatenate([head, beside, rows.ravel()])
+    head = np.array([rows.shape[0], rows.nnz, len(beside)])
     # Indices below 2^53 are exact in float64.
-    return np.concatenate([head, weights, np.diff(rows.indptr), rows.indices, rows.data])
+    return np.concatenate([head, beside, np.diff(rows.indptr), rows.indices, rows.data])
 
 
-def _unpacked(pack: Array, width: int) -> Matrix:
-    return _with_weights(pack, width)[0]
-
-
-def _with_weights(pack: Array, width: int) -> tuple[Matrix, Array]:
-    count, entries, weighted = (int(value) for value in pack[:3])
-    weights, rest = pack[3 : 3 + weighted], pack[3 + weighted :]
+def _unpacked(pack: Array, width: int) -> tuple[Matrix, Array]:
+    count, entries, others = (int(value) for value in pack[:_HEAD])
+    beside, rest = pack[_HEAD : _HEAD + others], pack[_HEAD + others :]
     if entries < 0:
-        return rest.reshape(count, width), weights
+        return rest.reshape(count, width), beside
     indptr = np.concatenate([[0], np.cumsum(rest[:count])]).astype(np.int32)
     indices = rest[count : count + entries].astype(np.int32)
     rows = sparse.csr_matrix((rest[count + entries :], indices, indptr), shape=(count, width))
-    return rows, weights
+    return rows, beside

@@ -41,14 +41,14 @@ from headway.svm.kernels import (
     Kernel,
     Samples,
     exact_sums,
-    kernel_matrix,
+    kernel_values,
     largest_value,
     prepare_samples,
     sum_grids,
     weighted_sums,
 )
 from headway.svm.pair_solver import solve_pairs
-from headway.svm.peers import Peers
+from headway.svm.peers import Peers, packed_sizes
 
 STOP, SAVE = 1, 2
 """Votes of a rank; what one rank votes for, all do."""
@@ -192,12 +192,14 @@ class _WorkingSet:
     alpha: Array
     gamma: Array
     rows: Matrix
-    fresh: int = 0  # the first ones are new
+    kernel: Array  # values of the members, float64 [members, members], but of new ones
+    fresh: int  # the first ones are new
 
-    def take(self, which: Indices) -> _WorkingSet:
+    def stay(self, count: int) -> _WorkingSet:
+        """The first members, as those that stay for the next set."""
         return _WorkingSet(
-            self.numbers[which], self.labels[which], self.bounds[which], self.alpha[which],
-            self.gamma[which], self.rows[which],
+            self.numbers[:count], self.labels[:count], self.bounds[:count], self.alpha[:count],
+            self.gamma[:count], self.rows[:count], self.kernel[:count, :count], fresh=0,
         )  # fmt: skip
 
 
@@ -235,6 +237,7 @@ class Solver:
         self._clock = EliminationClock(options.rule, share.total)
         self._work = RemainingWork(options.tolerance, share.total)
         self._counts = _Counts()
+        self._sizes = packed_sizes(share.rows)
         self._shift = self._mean()
         self._dtype = torch.float64 if options.working_set <= FEW else torch.float32
         self._all = self._prepare()
@@ -269,13 +272,14 @@ class Solver:
                 self._reconstruct()
                 continue
             self._work.note(self._violation, self._counts.rows)
-            if self._clock.due(self._counts.steps):
-                moved = int(heads[:, 6].sum())
-                if self._eliminate(rising, sinking, lowest, highest, moved):
-                    continue  # what was proposed may have been eliminated
-            chosen = self._choose(ups, downs, lowest, highest)
+            active, moved = int(heads[:, 2].sum()), int(heads[:, 6].sum())
+            due = self._clock.due(self._counts.steps)
+            aside = self._beyond(rising, sinking, lowest, highest) if due else None
+            chosen, removed = self._choose(ups, downs, lowest, highest, aside)
+            if aside is not None and self._eliminate(aside, removed, active, moved):
+                active -= removed
             self._solve(chosen)
-            yield self._progress(heads, votes)
+            yield self._progress(heads, votes, active)
 
     def solution(self) -> Solution:
         """The multipliers now; collective."""
@@ -331,7 +335,8 @@ class Solver:
         rows = self._share.rows
         if self._options.kernel.name != "rbf" or not isinstance(rows, np.ndarray):
             return None
-        own = np.abs(rows).max(axis=0, initial=0.0)
+        # Not of absolute values, which would be a second matrix.
+        own = np.maximum(rows.max(axis=0, initial=0.0), -rows.min(axis=0, initial=0.0))
         largest = self._peers.gather(own, "the largest values").max(axis=0)
         grid = np.ldexp(1.0, np.frexp(largest)[1] - _MEAN_BITS)
         total = np.zeros(rows.shape[1])
@@ -365,8 +370,8 @@ class Solver:
         """What every rank knows, and its samples that violate most.
 
         Returns:
-            [ranks, _HEAD]; [candidates, 6] that may rise; the same that may sink: gamma, number,
-            multiplier, label, bound, rank.
+            [ranks, _HEAD]; [candidates, 7] that may rise; the same that may sink: gamma, number,
+            multiplier, label, bound, size in a message, rank.
         """
         half = max(self._options.working_set // 2, 1)
         active = self._active
@@ -383,23 +388,24 @@ class Solver:
             np.count_nonzero(active.alpha) + active.aside, self._counts.values,
             self.vote | (_WIDEN if self._rough else 0), moved,
         ]  # fmt: skip
-        message = np.full(_HEAD + 2 * half * 5, np.nan)
+        message = np.full(_HEAD + 2 * half * 6, np.nan)
         message[:_HEAD] = head
         for start, which in ((0, ups), (half, downs)):
-            table = message[_HEAD:].reshape(2 * half, 5)[start : start + len(which)]
+            table = message[_HEAD:].reshape(2 * half, 6)[start : start + len(which)]
             table[:, 0] = active.gamma[which]
             table[:, 1] = active.places[which] + self._share.first
             table[:, 2] = active.alpha[which]
             table[:, 3] = active.labels[which]
             table[:, 4] = active.bounds[which]
+            table[:, 5] = self._sizes[active.places[which]]
         everyone = self._peers.gather(message, "the choice of a working set")
-        tables = everyone[:, _HEAD:].reshape(self._peers.ranks, 2, half, 5)
+        tables = everyone[:, _HEAD:].reshape(self._peers.ranks, 2, half, 6)
         owners = np.broadcast_to(
             np.arange(self._peers.ranks, dtype=np.float64)[:, None, None],
             (*tables.shape[:1], half, 1),
         )
         sides = [
-            np.concatenate([tables[:, side], owners], axis=2).reshape(-1, 6) for side in (0, 1)
+            np.concatenate([tables[:, side], owners], axis=2).reshape(-1, 7) for side in (0, 1)
         ]
         return everyone[:, :_HEAD], *(side[~np.isnan(side[:, 0])] for side in sides)
 
@@ -420,12 +426,28 @@ class Solver:
         inside[inside] = places[found[inside]] == local[inside]
         return found[inside]
 
-    def _choose(self, ups: Array, downs: Array, lowest: float, highest: float) -> _WorkingSet:
-        """The next working set: those that violate most, and what was new in the last one."""
+    def _beyond(self, rising: Array, sinking: Array, lowest: float, highest: float) -> Mask:
+        """What cannot be part of a violating pair: it may move in one way, and nobody can follow.
+
+        Members that stay in the working set are left out: they go on to take part in it.
+        """
+        only_up, only_down = np.isneginf(sinking), np.isposinf(rising)
+        beyond = (only_up & (rising > highest)) | (only_down & (sinking < lowest))
+        beyond[self._own_places()] = False
+        return beyond
+
+    def _choose(
+        self, ups: Array, downs: Array, lowest: float, highest: float, aside: Mask | None
+    ) -> tuple[_WorkingSet, int]:
+        """The next working set: those that violate most, and what was new in the last one.
+
+        Args:
+            aside: What this rank could eliminate; the second result is how many all ranks could.
+        """
         kept = self._before
         room = self._options.working_set - (0 if kept is None else len(kept.numbers))
         ups = _ranked(ups[ups[:, 0] < highest])
-        downs = _ranked(downs[downs[:, 0] > lowest] * [-1.0, 1, 1, 1, 1, 1])
+        downs = _ranked(downs[downs[:, 0] > lowest] * [-1.0, 1, 1, 1, 1, 1, 1])
         downs[:, 0] *= -1
         half = room // 2
         # Where one side has fewer, the other has more.
@@ -434,23 +456,39 @@ class Solver:
         # A free sample may be wanted for both sides.
         downs = downs[~np.isin(downs[:, 1], ups[:, 1])]
         chosen = np.concatenate([ups, downs[: room - count_up]])
-        own = chosen[chosen[:, 5] == self._peers.rank, 1].astype(np.int64) - self._share.first
-        rows = self._peers.gather_rows(self._share.rows[own], "the samples of a working set")
+        owners = chosen[:, 6].astype(np.int64)
+        own = chosen[owners == self._peers.rank, 1].astype(np.int64) - self._share.first
+        rows, removed = self._peers.gather_rows(
+            self._share.rows[own],
+            "the samples of a working set",
+            np.array([0.0 if aside is None else aside.sum()]),
+            np.bincount(owners, chosen[:, 5], self._peers.ranks).astype(np.int64),
+        )
         # Rows come rank by rank; each sample takes its own.
-        rows = rows[np.argsort(np.argsort(chosen[:, 5], kind="stable"))]
+        rows = rows[np.argsort(np.argsort(owners, kind="stable"))]
         made = _WorkingSet(
             chosen[:, 1].astype(np.int64), chosen[:, 3], chosen[:, 4], chosen[:, 2], chosen[:, 0],
-            rows, fresh=len(chosen),
+            rows, np.empty((0, 0)), fresh=len(chosen),
         )  # fmt: skip
-        return made if kept is None else _joined(made, kept)
+        return made if kept is None else _joined(made, kept), int(removed.sum())
+
+    def _complete(self, chosen: _WorkingSet) -> None:
+        """Kernel values of the new members with all; the others have theirs."""
+        fresh, kept = chosen.fresh, chosen.kernel
+        samples = prepare_samples(self._options.kernel, chosen.rows, torch.float64, self._shift)
+        chosen.kernel = np.empty((len(samples), len(samples)))
+        chosen.kernel[:fresh] = kernel_values(samples.take(np.arange(fresh)), samples)
+        chosen.kernel[fresh:, :fresh] = chosen.kernel[:fresh, fresh:].T
+        chosen.kernel[fresh:, fresh:] = kept
+        self._counts.values += chosen.fresh * len(samples) / self._peers.ranks
 
     def _solve(self, chosen: _WorkingSet) -> None:
         """Solve for a working set, and bring gamma of the active samples up to date."""
         options, counts = self._options, self._counts
-        matrix = kernel_matrix(options.kernel, chosen.rows, chosen.rows, self._shift)
+        self._complete(chosen)
         before = chosen.alpha.copy()
         counts.steps += solve_pairs(
-            matrix, chosen.labels, chosen.bounds, chosen.alpha, chosen.gamma,
+            chosen.kernel, chosen.labels, chosen.bounds, chosen.alpha, chosen.gamma,
             max(options.tolerance / 2, self._violation / 10),
             _MOST_STEPS_PER_MEMBER * len(before) if options.working_set > 2 else 1,
             options.second_order,
@@ -462,7 +500,7 @@ class Solver:
         weights = ((chosen.alpha - before) * chosen.labels)[changed]
         active = self._active
         active.gamma += weighted_sums(active.samples, columns, weights)
-        counts.values += len(active.gamma) * len(changed) + matrix.size / self._peers.ranks
+        counts.values += len(active.gamma) * len(changed)
         counts.rows += len(changed)
         # Of the members the small problem knows both exactly.
         local = chosen.numbers - self._share.first
@@ -475,33 +513,21 @@ class Solver:
         active.gamma[places] = chosen.gamma[mine]
         half = self._options.working_set // 2
         keep = min(chosen.fresh, half) if self._options.working_set > 2 else 0
-        self._before = chosen.take(np.arange(keep)) if keep else None
+        self._before = chosen.stay(keep) if keep else None
 
-    def _eliminate(
-        self, rising: Array, sinking: Array, lowest: float, highest: float, moved: int
-    ) -> bool:
-        """Eliminate what cannot be part of a violating pair, if the rule says so; collective."""
-        aside = _beyond(rising, sinking, lowest, highest)
-        removed, active = (
-            int(value)
-            for value in self._peers.sum(
-                np.array([aside.sum(), len(aside)], dtype=np.float64), "the elimination"
-            )
-        )
+    def _eliminate(self, aside: Mask, removed: int, active: int, moved: int) -> bool:
+        """Eliminate samples of this rank, if the rule says so; alike on all ranks.
+
+        Args:
+            removed: How many samples all ranks would eliminate, of `active`.
+            moved: Samples of all ranks whose multiplier is not that of the exact gamma.
+        """
         worth = self._clock.worth(removed=removed, active=active, moved=moved, work=self._work)
-        if not worth:
-            self._clock.tested(self._counts.steps, active)
-            return False
-        self._clock.tested(self._counts.steps, active - removed)
-        self._write_back()
-        self._active = self._activate(self._active.places[~aside])
-        if self._before is not None:
-            kept = self._before
-            side = _Active(
-                kept.numbers, self._all, kept.labels, kept.bounds, kept.alpha, kept.gamma
-            ).sides()
-            self._before = kept.take(np.flatnonzero(~_beyond(*side, lowest, highest)))
-        return True
+        self._clock.tested(self._counts.steps, active - removed if worth else active)
+        if worth:
+            self._write_back()
+            self._active = self._activate(self._active.places[~aside])
+        return worth
 
     def _reconstruct(self, *, widen: bool = False) -> None:
         """Reconstruct gamma of all samples from what has changed since it was exact; collective.
@@ -561,14 +587,14 @@ class Solver:
             return None
         return sum_grids(largest, int(facts[:, 1].sum()))
 
-    def _progress(self, heads: Array, votes: int) -> Progress:
+    def _progress(self, heads: Array, votes: int, active: int) -> Progress:
         counts = self._counts
         seconds = time.monotonic() - counts.began
         predictions = tuple(self._clock.predictions[counts.told :])
         counts.told += len(predictions)
         return Progress(
             violation=self._violation,
-            active=int(heads[:, 2].sum()),
+            active=active,
             support=int(heads[:, 3].sum()),
             values=int(heads[:, 4].sum()),
             steps=counts.steps,
@@ -578,12 +604,6 @@ class Solver:
             votes=votes,
             predictions=predictions,
         )
-
-
-def _beyond(rising: Array, sinking: Array, lowest: float, highest: float) -> Mask:
-    """What cannot be part of a violating pair: it may move in one way, and nobody can follow."""
-    only_up, only_down = np.isneginf(sinking), np.isposinf(rising)
-    return np.where(only_up, rising > highest, False) | np.where(only_down, sinking < lowest, False)
 
 
 def _lowest(values: Array, count: int) -> Indices:
@@ -612,5 +632,6 @@ def _joined(one: _WorkingSet, other: _WorkingSet) -> _WorkingSet:
         np.concatenate([one.alpha, other.alpha]),
         np.concatenate([one.gamma, other.gamma]),
         stack_rows([one.rows, other.rows]),
+        other.kernel,
         fresh=one.fresh,
     )

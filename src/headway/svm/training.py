@@ -298,7 +298,7 @@ class _Training:
         order = np.argsort(codes, kind="stable")
         local = numbers - self.first
         local = local[(local >= 0) & (local < len(self.codes))]
-        rows = self.peers.gather_rows(self.rows[local], "the support vectors")
+        rows, _ = self.peers.gather_rows(self.rows[local], "the support vectors")
         offsets = np.zeros(self._pairs)
         offsets[: len(self.done)] = [pair.offset for pair in self.done]
         return Machine(

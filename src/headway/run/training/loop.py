@@ -119,7 +119,7 @@ class Training:
         check_loggers(self._recipe.loggers)
         self._validating = _Due(self._recipe.validate_every)
         loggers = self._recipe.loggers if world.rank == 0 else ()
-        own = (LoggerCallback(loggers), *self._recipe.callbacks)
+        own = (LoggerCallback(loggers), *self._recipe.callbacks, *job.callbacks)
         self._callbacks = Callbacks(() if job.proving else own)
         if job.replay is not None:
             self._recorded = RecordedAttempt.last(RunDirectory(job.replay))
@@ -540,9 +540,12 @@ class Training:
 
     def _lacks_validation(self, total: int) -> bool:
         """Whether the checkpoint was written before the validation of the same step."""
+        if self._recipe.validation is None:
+            return False
         step, monitor = self.executor.steps_done, self._monitor
         due = self.executor.met and (step == total or _due(self._recipe.validate_every, step))
-        return monitor is not None and step > 0 and due and monitor.validated < step
+        # Who does not monitor keeps no note of the last validation, and repeats it.
+        return step > 0 and due and (monitor is None or monitor.validated < step)
 
     def _judge(self) -> bool:
         """Validate; keep the best checkpoint. Returns whether training stops early."""
