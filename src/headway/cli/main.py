@@ -61,6 +61,12 @@ TASKS = {
             "data.libsvm --processes 4 --C 10 --gamma 0.5",
         ),
         Command(
+            "segment",
+            "segment:segment",
+            "Segment a volume with a flood-filling network.",
+            "volume.h5 --weights weights.npz --out segments.h5",
+        ),
+        Command(
             "evaluate",
             "evaluate:evaluate",
             "Compare a segmentation with the truth.",
