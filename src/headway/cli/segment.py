@@ -49,7 +49,8 @@ def segment(
 ) -> int:
     """Segment a volume with a flood-filling network.
 
-    The work is kept beside the result until that is complete: after a kill the same command goes on.
+    The work is kept beside the result until that is complete: after a kill the same command goes
+    on from there.
 
     Args:
         volume: Grey values: FILE.h5:NAME, FILE.npz:NAME, FILE.npy, FOLDER.zarr, precomputed:FOLDER,

@@ -24,7 +24,6 @@ from headway.floodfill.seed_ledger import (
 )
 from headway.floodfill.seeds import peak_seeds
 from headway.floodfill.segmentation import SegmentationJob, finished_path
-from headway.floodfill.subvolumes import Subvolume
 from headway.floodfill.weight_files import read_network
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World

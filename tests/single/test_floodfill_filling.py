@@ -1,0 +1,310 @@
+"""single: seeds, moves, the canvas, the ledger of seeds, sub-volumes: how objects are filled."""
+
+import os
+
+import numpy as np
+import pytest
+from scipy import ndimage
+
+from headway.errors import DataError, UsageError
+from headway.floodfill.agreement import agreement, contingency
+from headway.floodfill.array_files import check_image
+from headway.floodfill.canvas import Canvas, FillingOptions
+from headway.floodfill.movement import MoveQueue, face_moves
+from headway.floodfill.network import scale_image
+from headway.floodfill.prediction import FovPredictor
+from headway.floodfill.seed_ledger import SeedLedger, prepare_ledger, release_claims
+from headway.floodfill.seeds import peak_seeds
+from headway.floodfill.subvolumes import cut_volume, reconcile
+from headway.floodfill.weight_files import read_network
+from support.bubbles import BRIGHT, DELTAS, FOV, bubbles, write_brightness_weights
+from support.fib25 import SEGMENTATION, VOLUME, WEIGHTS, needs_fib25
+
+SHAPE = (30, 34, 38)
+OPTIONS = FillingOptions(min_size=20)
+
+
+# -- moves ----------------------------------------------------------------------------------------
+
+
+def test_moves_go_to_the_best_voxel_of_each_face_best_first():
+    mask = np.full((9, 9, 9), -5.0, dtype=np.float32)
+    mask[1, 4, 4] = 3.0  # the face z = -3
+    mask[4, 7, 5] = 4.0  # y = +3
+    mask[4, 4, 1] = 2.0  # x = -3, below the threshold
+    assert face_moves(mask, DELTAS, 2.5) == [(4.0, (0, 3, 1)), (3.0, (-3, 0, 0))]
+
+
+def test_of_equal_voxels_the_first_of_a_face_and_the_larger_offset():
+    mask = np.full((9, 9, 9), 1.0, dtype=np.float32)
+    # Each face's first voxel is a corner of the box; (-3, -3, -3) is that of three faces.
+    assert face_moves(mask, DELTAS, 1.0) == [
+        (1.0, (3, -3, -3)), (1.0, (-3, 3, -3)), (1.0, (-3, -3, 3)), (1.0, (-3, -3, -3)),
+    ]  # fmt: skip
+
+
+def test_along_a_dimension_without_delta_nothing_moves():
+    mask = np.ones((9, 9, 9), dtype=np.float32)
+    assert {offset[0] for _, offset in face_moves(mask, (0, 3, 3), 0.5)} == {0}
+
+
+def test_a_cell_of_the_lattice_is_visited_once():
+    queue = MoveQueue((20, 20, 20), (4, 4, 4), 0.5)
+    mask = np.full((9, 9, 9), -1.0, dtype=np.float32)
+    mask[8, 4, 4] = mask[8, 5, 5] = 1.0
+    visits = []
+    for position in queue:
+        visits.append(position)
+        if len(visits) == 3:
+            break
+        queue.update(position, mask)
+    assert visits == [(20, 20, 20), (24, 20, 20), (28, 20, 20)]
+    # One voxel away lies in the same cell, two are the next one.
+    queue = MoveQueue((20, 20, 20), (4, 4, 4), 0.5)
+    queue.update((20, 20, 20), np.full((9, 9, 9), -1.0, dtype=np.float32))
+    assert queue._cell((21, 20, 18)) == queue._cell((20, 20, 20))
+    assert queue._cell((22, 20, 20)) != queue._cell((20, 20, 20))
+
+
+# -- the canvas -----------------------------------------------------------------------------------
+
+
+def grow(image, mask):
+    """What of the bright voxels is connected with the object: raised; all else is lowered."""
+    parts, _ = ndimage.label(image > 0)
+    inside = np.isin(parts, np.unique(parts[(mask > 0) & (parts > 0)]))
+    return np.where(inside, mask + 6, mask - 1).astype(np.float32)
+
+
+def canvas_of(image, options=OPTIONS, predict=grow):
+    return Canvas(scale_image(image), predict, options, fov=FOV, deltas=DELTAS)
+
+
+def test_an_object_is_filled_and_the_canvas_is_clean_after_it():
+    image = np.zeros(SHAPE, dtype=np.uint8)
+    image[10:13, 8:11, 6:30] = BRIGHT
+    image[20:23, 8:11, 6:30] = BRIGHT  # another one, which nothing leads to
+    canvas = canvas_of(image)
+    filled = canvas.fill((11, 9, 15), lambda voxel: False)
+    box = tuple(slice(a, a + n) for a, n in zip(filled.start, filled.mask.shape, strict=True))
+    found = np.zeros(SHAPE, dtype=bool)
+    found[box] = filled.mask
+    assert (found == ((image > 0) & (np.arange(30) < 15)[:, None, None])).all()
+    assert np.isnan(canvas.mask).all()
+
+
+def test_nothing_moves_to_where_others_are():
+    image = np.zeros(SHAPE, dtype=np.uint8)
+    image[10:13, 8:11, 6:34] = BRIGHT
+    filled = canvas_of(image).fill((11, 9, 10), lambda voxel: voxel[2] > 16)
+    assert filled.moves[:, 2].max() <= 16
+
+
+@pytest.mark.parametrize(("bias", "rises"), [(0.0, False), (-1.0, True)])
+def test_voxels_that_were_unlikely_stay_so(bias, rises):
+    old = np.full(FOV, np.nan, dtype=np.float32)
+    canvas = canvas_of(
+        np.zeros(FOV, dtype=np.uint8),
+        FillingOptions(disconnected_bias=bias),
+        lambda image, mask: np.full_like(mask, 5.0),
+    )
+    old[2, 2, 2], old[3, 3, 3] = -0.5, 0.5
+    canvas.mask[:] = old
+    canvas._update((slice(0, 9),) * 3)
+    assert canvas.mask[2, 2, 2] == (5.0 if rises else -0.5)
+    assert canvas.mask[3, 3, 3] == canvas.mask[0, 0, 0] == 5.0
+
+
+def test_a_seed_that_becomes_unlikely_is_no_object():
+    canvas = canvas_of(np.zeros(SHAPE, dtype=np.uint8), predict=lambda i, mask: mask - 9)
+    assert canvas.fill((10, 10, 10), lambda voxel: False).mask is None
+
+
+def test_options_that_cannot_be():
+    with pytest.raises(UsageError, match="move is 1"):
+        FillingOptions(move=1.0).check()
+    with pytest.raises(UsageError, match="no object could begin"):
+        FillingOptions(initial=0.8).check()
+
+
+# -- seeds ----------------------------------------------------------------------------------------
+
+
+def test_seeds_lie_inside_and_are_the_same_each_time():
+    image = bubbles(SHAPE, 30)
+    seeds = peak_seeds(image)
+    assert (seeds == peak_seeds(image)).all()
+    assert len(seeds) > 5
+    assert (seeds == seeds[np.lexsort(seeds.T[::-1])]).all()
+    far = np.abs(seeds[:, None] - seeds[None]).max(axis=2)
+    assert far[~np.eye(len(seeds), dtype=bool)].min() > 3
+
+
+# -- the ledger -----------------------------------------------------------------------------------
+
+
+def run_ledger(folder, image, workers, rng):
+    """Workers take turns at random, each a move at a time; the same as one after the other."""
+    seeds = peak_seeds(image)
+    margin = np.array(FOV) // 2
+    inside = ((seeds >= margin) & (seeds < np.array(image.shape) - margin)).all(axis=1)
+    prepare_ledger(folder, image.shape, seeds[inside])
+    ledgers = [SeedLedger(folder, distance=(1, 1, 1), min_size=20, apart=4) for _ in range(workers)]
+    jobs = {number: worker(ledger, image) for number, ledger in enumerate(ledgers)}
+    while not ledgers[0].finished:
+        number = int(rng.integers(workers))
+        next(jobs[number], None)
+        if rng.random() < 0.005:  # a death: all begin anew, as after a restart
+            for job in jobs.values():
+                job.close()
+            release_claims(folder)
+            jobs = {n: worker(ledger, image) for n, ledger in enumerate(ledgers)}
+    return np.array(ledgers[0].segments), ledgers[0].figures()
+
+
+def worker(ledger, image):
+    """Fills seeds; a turn is one move, or a look for a seed."""
+    while not ledger.finished:
+        index = ledger.claim()
+        yield
+        if index is None:
+            continue
+        filled = canvas_of(image).fill(ledger.seed(index), ledger.is_taken)
+        # What was seen of the others is from now; it is handed in later.
+        for _ in range(len(filled.moves)):
+            yield
+        ledger.submit(index, filled)
+
+
+def test_seeds_filled_ahead_of_their_turn_make_the_same_volume(tmp_path):
+    image = bubbles((44, 48, 52), 60, seed=2)
+    serial, figures = run_ledger(tmp_path / "serial", image, 1, np.random.default_rng(0))
+    assert figures.objects > 8
+    assert figures.in_vain == 0
+    vain = 0
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        found, split = run_ledger(tmp_path / f"run{seed}", image, 3, rng)
+        assert (found == serial).all()
+        assert (split.moves, split.objects) == (figures.moves, figures.objects)
+        vain += split.in_vain
+    # Else this has shown nothing.
+    assert vain > 0
+
+
+def test_ids_are_those_of_the_objects_in_the_order_of_their_seeds(tmp_path):
+    image = bubbles(SHAPE, 30)
+    found, figures = run_ledger(tmp_path / "ledger", image, 1, np.random.default_rng(0))
+    assert set(np.unique(found)) == set(range(figures.objects + 1))
+    assert figures.voxels == np.count_nonzero(found)
+    assert (image[found > 0] > 0).all()
+
+
+# -- sub-volumes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [(24, 20, 22), (30, 20, 38), (18, 18, 18)])
+def test_sub_volumes_tile_the_volume_and_objects_are_put_together(size):
+    truth, count = ndimage.label(bubbles(SHAPE, 25))
+    parts = cut_volume(SHAPE, size, (10, 10, 10), FOV)
+    assert len(parts) > 1
+    owned = np.zeros(SHAPE, dtype=int)
+    locals_, counts = [], []
+    for part in parts:
+        owned[part.owned] += 1
+        assert all(n <= limit for n, limit in zip(part.shape, size, strict=True))
+        values, numbers = np.unique(truth[part.box], return_inverse=True)
+        # Numbers of its own, in another order.
+        shuffled = np.concatenate([[0], 1 + np.random.default_rng(0).permutation(len(values) - 1)])
+        locals_.append(shuffled[numbers].reshape(part.shape))
+        counts.append(len(values) - 1)
+    assert (owned == 1).all()
+
+    def ids(number, box):
+        starts = [part.start for part in parts[number].box]
+        return locals_[number][
+            tuple(slice(b.start - s, b.stop - s) for b, s in zip(box, starts, strict=True))
+        ]
+
+    tables = reconcile(parts, ids, counts, 0.6)
+    found = np.zeros(SHAPE, dtype=int)
+    for number, (part, table) in enumerate(zip(parts, tables, strict=True)):
+        found[part.owned] = table[ids(number, part.owned)]
+    pairs = np.unique(np.stack([found.ravel(), truth.ravel()]), axis=1)
+    assert pairs.shape[1] == count + 1 == len(np.unique(found))
+
+
+def test_overlaps_that_are_too_small_are_refused():
+    with pytest.raises(UsageError, match="field of view is 9"):
+        cut_volume((40, 40, 40), (20, 20, 20), (8, 8, 8), FOV)
+
+
+# -- the network ----------------------------------------------------------------------------------
+
+
+def test_the_predictor_is_the_network(tmp_path):
+    import torch
+
+    torch.manual_seed(0)
+    write_brightness_weights(tmp_path / "w.safetensors", features=4, depth=3)
+    network = read_network(tmp_path / "w.safetensors", fov=FOV, deltas=DELTAS)
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    image, mask = np.random.default_rng(0).standard_normal((2, *FOV)).astype(np.float32)
+    with torch.no_grad():
+        expected = network(*(torch.from_numpy(a)[None, None] for a in (image, mask)))[0, 0]
+    assert np.abs(FovPredictor(network)(image, mask) - expected.numpy()).max() < 1e-5
+    rough = FovPredictor(network, "bfloat16")(image, mask)
+    assert 1e-6 < np.abs(rough - expected.numpy()).max() < 0.05 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("image", "said"),
+    [
+        (np.zeros((30, 30), np.uint8), "2 dimensions"),
+        (np.zeros((30, 30, 30), np.int32), "int32"),
+        (np.zeros((30, 8, 30), np.uint8), "30 x 8 x 30 voxels, and the field of view 9 x 9 x 9"),
+    ],
+)
+def test_images_that_cannot_be_segmented(image, said):
+    with pytest.raises(DataError, match=said):
+        check_image(image, "volume.npy", FOV)
+
+
+# -- the published weights ------------------------------------------------------------------------
+
+
+@needs_fib25
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_published_weights_find_the_published_objects(tmp_path):
+    crop = (slice(90, 156),) * 3
+    with np.load(VOLUME) as volume, np.load(SEGMENTATION) as published:
+        image, theirs = volume["img"][crop], published["segmentation"][crop]
+    seeds = peak_seeds(image)
+    seeds = seeds[((seeds >= 16) & (seeds < 50)).all(axis=1)]
+    prepare_ledger(tmp_path / "ledger", image.shape, seeds)
+    ledger = SeedLedger(tmp_path / "ledger", distance=(1, 1, 1), min_size=1000, apart=17)
+    predict = FovPredictor(read_network(WEIGHTS))
+    canvas = Canvas(
+        scale_image(image), predict, FillingOptions(), fov=(33, 33, 33), deltas=(8, 8, 8)
+    )
+    while (index := ledger.claim()) is not None:
+        ledger.submit(index, canvas.fill(ledger.seed(index), ledger.is_taken))
+    # Where the field of view can be centred; around it the published objects come from outside.
+    middle = (slice(16, 50),) * 3
+    ours, theirs = np.array(ledger.segments)[middle], theirs[middle]
+    both = (ours > 0) & (theirs > 0)
+    figures = agreement(contingency([(np.where(both, ours, 0), np.where(both, theirs, 0))]), dust=0)
+    assert figures.split + figures.merge <= 0.005
+    assert ledger.figures().objects == 3
+    assert both.sum() >= 0.99 * (theirs > 0).sum()
+
+
+def test_no_lock_is_left_open(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    prepare_ledger(tmp_path / "ledger", SHAPE, np.array([[10, 10, 10]], dtype=np.int32))
+    ledger = SeedLedger(tmp_path / "ledger", distance=(1, 1, 1), min_size=20, apart=4)
+    for _ in range(20):
+        ledger.claim()
+    assert len(os.listdir("/proc/self/fd")) < before + 10
