@@ -14,7 +14,7 @@ import pytest
 
 from headway.floodfill.array_files import open_array
 from support.bubbles import bubbles, write_brightness_weights
-from support.commands import HEADWAY, environment, headway_here, none_left, warm_variables
+from support.commands import HEADWAY, environment, headway, headway_here, none_left, warm_variables
 from support.open_ports import descendants
 from support.patience import patient
 
@@ -52,13 +52,27 @@ def test_any_number_of_processes_writes_the_same_volume(volume):
 
 def test_sub_volumes_are_put_together_for_any_number_of_processes(volume):
     cut = ("--subvolume", "28,44,30", "--overlap", "12,12,12")
-    one, facts = segmented(volume, "one.zarr", *cut)
+    one, facts = segmented(volume, "one.h5", *cut)
     two, _ = segmented(volume, "precomputed:two", *cut, "-n", "2")
     assert (one == two).all()
     assert set(np.unique(one)) == set(range(facts["objects"] + 1))
     # Nobody's voxels are lost where the volume is cut.
     whole, _ = segmented(volume, "whole.npy")
     assert np.count_nonzero(one) > 0.9 * np.count_nonzero(whole)
+
+
+def test_zarr(volume):
+    # In processes of their own: zarr's threads never end.
+    one, _ = segmented(volume, "one.npy")
+    for words in (
+        ("segment", "balls.npy", "--out", "ids.zarr", *OPTIONS),
+        ("evaluate", "ids.zarr", "one.npy", "--dust", "0", "--json"),
+    ):
+        done = headway(*words, cwd=volume)
+        assert done.code == 0, done.err
+    facts = json.loads(done.out)
+    assert (facts["split"], facts["merge"], facts["coverage"]) == (0, 0, 1)
+    assert facts["bodies"] == one.max()
 
 
 # -- deaths ---------------------------------------------------------------------------------------
