@@ -149,10 +149,11 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         if len(seconds) == WARM:
             reads = disk_reads()
         start = time.perf_counter()
-        out = model.bag(ids)
+        loss = top(model.bag(ids)).square().mean()
+        # A lookup is made when its value is needed, so this comes after the forward pass.
         if table is not None and following is not None:
             table.ahead(following)
-        top(out).square().mean().backward()
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if dense is not None:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from headway.api.simulation import SimulationResult as SimulationResult
     from headway.api.simulation import SimulationScenario as SimulationScenario
     from headway.api.simulation import simulate as simulate
+    from headway.api.study import StudyResult as StudyResult
+    from headway.api.study import study as study
     from headway.api.training import TrainingObserver as TrainingObserver
     from headway.api.training import TrainingResult as TrainingResult
     from headway.api.training import train as train
@@ -74,6 +76,7 @@ __version__ = "0.1.0"
 _NAMES = {
     "headway.api.planning": "PlanningResult plan",
     "headway.api.simulation": "SimulationResult SimulationScenario simulate",
+    "headway.api.study": "StudyResult study",
     "headway.api.training": "TrainingObserver TrainingResult train",
     "headway.api.verification": "EquivalenceResult VerificationResult verify",
     "headway.api.worker_simulation": "WorkerFigures WorkerScenario",

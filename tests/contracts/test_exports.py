@@ -44,10 +44,11 @@ PUBLIC = """
     DocumentError EquivalenceResult Exchange ExchangePlan Executor HeadwayError LayerSplit
     MemmapSource MissingExtra NotEqual NothingFits PeerLost PipelinePlan Plan PlanError
     PlanningResult Prediction Recipe RecipeError RunDirectoryTaken RunError SimulationResult
-    SimulationScenario Source Stalled Timeline TrainingObserver TrainingResult UsageError
+    SimulationScenario Source Stalled StudyResult Timeline TrainingObserver TrainingResult
+    UsageError
     VerificationResult WorkerFailed WorkerFigures WorkerScenario criterion data_parallel plan
     register_backend
-    register_comm_hook replicate set_default_strategy simulate split stage train verify
+    register_comm_hook replicate set_default_strategy simulate split stage study train verify
 """
 
 

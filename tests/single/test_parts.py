@@ -82,7 +82,7 @@ def test_an_optimizer_of_sparse_gradients_is_for_one_process():
         (1.0, "a float"),
         (torch.ones(3), r"a tensor of shape \[3\]"),
         ((torch.ones(3), 2), r"a tuple of a tensor of shape \[3\], a int"),
-        ((torch.ones(()), 2, 3), "a tuple of a tensor"),
+        ((torch.ones(()), 2, 3, 4), "a tuple of a tensor"),
     ],
 )
 def test_a_loss_that_is_no_loss_is_described(value, described):

@@ -130,6 +130,7 @@ def train(
     faults: Sequence[str] = (),
     replay: str | Path | None = None,
     trace_steps: int = TRACE_STEPS,
+    callbacks: Sequence[object] = (),
     observer: TrainingObserver | None = None,
 ) -> TrainingResult:
     """Train a recipe on one process or many.
@@ -162,6 +163,7 @@ def train(
         replay: A run directory, whose plan and history are repeated: an asynchronous run, bit by
             bit.
         trace_steps: Steps between detailed timelines; 0: only the first steps.
+        callbacks: Called after those of the recipe; see `headway.run.training.callbacks`.
         observer: Follows the run.
 
     Returns:
@@ -265,6 +267,7 @@ def train(
             timeout_seconds=seconds,
             patience_seconds=patience_seconds,
             trace_every=trace_steps,
+            callbacks=tuple(callbacks),
         )
         if place.found_world:
             return _train_as_rank(place, job, observer)

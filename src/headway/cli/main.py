@@ -60,6 +60,18 @@ TASKS = {
             "Train a support vector machine on a file in libsvm's format.",
             "data.libsvm --processes 4 --C 10 --gamma 0.5",
         ),
+        Command(
+            "evaluate",
+            "evaluate:evaluate",
+            "Compare a segmentation with the truth.",
+            "segments.h5:ids truth.h5:bodies --report page.html",
+        ),
+        Command(
+            "study",
+            "study:study",
+            "Batch sizes and learning rates: best rates, critical batch.",
+            'my_module:recipe --batches 8,16,32 --target "loss<=0.45"',
+        ),
         Command("demo", "demo:demo", "Train, verify and report a small model.", ""),
     ),
     "Find a plan": (

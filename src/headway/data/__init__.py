@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from headway.data.source import Source as Source
     from headway.data.source import TensorSource as TensorSource
     from headway.data.source import as_source as as_source
+    from headway.data.stateful_source import StatefulSource as StatefulSource
     from headway.data.stream import StreamSource as StreamSource
     from headway.data.torch_loader import LoaderSource as LoaderSource
 
@@ -54,6 +55,7 @@ _HOMES = {
             "Hdf5Slabs NpySlabs SampleParts SlabCut SlabReader SlabSource ZarrSlabs slabs_in"
         ),
         "slabs.slab_store": "SlabStore",
+        "stateful_source": "StatefulSource",
         "stream": "StreamSource",
         "torch_loader": "LoaderSource",
         "source": (

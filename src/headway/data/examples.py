@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from headway.data.source import Collate, DatasetSource, Source, as_source
+from headway.data.stateful_source import check_slots
 from headway.data.stream import StreamSource
 from headway.data.torch_loader import LoaderSource, is_stream, known_length
 from headway.errors import DataError
@@ -53,11 +54,12 @@ def epoch_length(examples: Source, seed: int, batch: int, *, drop_last: bool) ->
 
 
 def check_batch(examples: Source, batch: int, *, drop_last: bool, where: str = "") -> None:
-    """Compare a loader's batch with that of the run.
+    """Compare a loader's batch, or the slots of a stateful source, with the batch of the run.
 
     Raises:
         DataError: They are not the same.
     """
+    check_slots(examples, batch, where=where)
     if not isinstance(examples, LoaderSource):
         return
     if examples.batch != batch:

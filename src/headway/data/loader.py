@@ -42,6 +42,7 @@ from headway.data.order import (
 )
 from headway.data.sampler_order import SamplerOrder
 from headway.data.source import SeededSource, Source, reading
+from headway.data.stateful_source import StatefulSource, absorber
 from headway.data.torch_loader import LoaderSource, known_length, stream_of
 from headway.errors import DataError, HeadwayError
 from headway.plans import BatchSplit
@@ -271,10 +272,12 @@ class MicroBatch:
     Attributes:
         data: What the source read: tensors whose dimension 0 counts the samples.
         positions: The places of these samples in the epoch.
+        absorb: Takes the network's outputs for these samples, once; None: nobody waits for them.
     """
 
     data: Any
     positions: range
+    absorb: Callable[[Any], None] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -365,6 +368,15 @@ class Loader:
                     why="Worker processes would read the same samples, or others than one does.",
                     fix="Set num_workers=0 in the DataLoader, or workers=0.",
                 )
+        if isinstance(source, StatefulSource):
+            shuffle = False
+            if workers:
+                raise DataError(
+                    f"a {type(source).__name__} is read in the rank's own process, and not by "
+                    f"{workers} workers",
+                    why="Its next example depends on what the network makes of the last one.",
+                    fix="Set workers=0.",
+                )
         if isinstance(source, LoaderSource):
             self._drawn, self._pin = source.order(cursor.seed), source.pin
             shuffle = shuffle and source.shuffle
@@ -380,6 +392,7 @@ class Loader:
         self._split, self._rank, self._ranks = split, rank, ranks
         self._workers, self._agree, self._in_step = workers, agree, in_step
         self._skip = skip
+        self._source = source
         self._reader = MicroBatchReader(source, SampleOrder(length, cursor.seed, shuffle=shuffle))
         self._current: InProcessFetcher | WorkerFetcher | None = None  # one iteration at a time
 
@@ -392,7 +405,11 @@ class Loader:
                 fact = self._compare(batch, first=batch.start.epoch != epoch)
                 epoch = batch.start.epoch
                 micros = tuple(
-                    MicroBatch(data=pinned(fetched.fetch(request), self._pin), positions=part)
+                    MicroBatch(
+                        data=pinned(fetched.fetch(request), self._pin),
+                        positions=part,
+                        absorb=absorber(self._source, part),
+                    )
                     for part, request in self._requests(batch)
                 )
                 yield RankBatch(

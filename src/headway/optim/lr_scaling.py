@@ -57,22 +57,29 @@ def adasum_rate(lr: float, *, local_size: int = 1, factor: float = 1.0) -> float
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """A rule and the batch for which the stated rate is good; "linear from 256 samples"."""
+    """A rule and the batch for which the stated rate is good; "linear from 256 samples".
+
+    Attributes:
+        times: A factor beside the rule's, "linear from 256 samples times 0.5": half of what the
+            rule says.
+    """
 
     rule: Rule
     reference: Amount
+    times: float = 1.0
 
     @staticmethod
     def parse(text: str) -> Scaling:
-        """Parse "linear from 256 samples" or "square_root from 8192 tokens".
+        """Parse "linear from 256 samples", "square_root from 8192 tokens times 0.5".
 
         Raises:
             ValueError: It has another form.
         """
-        rule, word, amount = (*text.split(maxsplit=2), "", "", "")[:3]
+        stated, times, factor = text.partition(" times ")
+        rule, word, amount = (*stated.split(maxsplit=2), "", "", "")[:3]
         for known in get_args(Rule):
             if rule == known and word == "from":
-                return Scaling(known, Amount.parse(amount, UNITS))
+                return Scaling(known, Amount.parse(amount, UNITS), _times(factor) if times else 1.0)
         raise ValueError(
             f'{text!r} is not of the form "linear from 256 samples" or '
             '"square_root from 8192 tokens"'
@@ -93,10 +100,12 @@ class Scaling:
                 )
             batch = samples * tokens_per_sample
         rule = linear if self.rule == "linear" else square_root
-        return rule(1.0, batch=batch, reference=self.reference.value)
+        return rule(self.times, batch=batch, reference=self.reference.value)
 
     def __str__(self) -> str:
-        return f"{self.rule} from {self.reference}"
+        # repr: a factor that is read again is the same one.
+        times = "" if self.times == 1 else f" times {self.times!r}"
+        return f"{self.rule} from {self.reference}{times}"
 
 
 def scale_rates(
@@ -112,12 +121,19 @@ def scale_rates(
         tokens_per_sample: Needed where the reference is in tokens.
 
     Raises:
-        RecipeError: A scheduler or another scaling was there first, or as `Scaling.factor`.
+        RecipeError: A scheduler or another scaling was there first, the optimiser has no rate, or
+            as `Scaling.factor`.
         ValueError: As `Scaling.parse`.
     """
     chosen = Scaling.parse(scaling) if isinstance(scaling, str) else scaling
     factor = chosen.factor(batch, tokens_per_sample)
     for number, group in enumerate(optimizer.param_groups):
+        if "lr" not in group:
+            raise RecipeError(
+                f"group {number} of the optimiser has no learning rate to scale",
+                why=f"{type(optimizer).__name__} has no option lr.",
+                fix="Leave scale_rate out, or use an optimiser whose groups have lr.",
+            )
         first = "initial_lr" if "initial_lr" in group else NOTE
         if first in group:
             raise RecipeError(
@@ -153,6 +169,16 @@ def check_scaling(optimizer: Optimizer, reduce: str) -> None:
                 fix="Leave scale_rate out and state the best rate of one worker, times the ranks "
                 'of a node where collective = "hierarchical"; then try 2 to 2.5 times that.',
             )
+
+
+def _times(text: str) -> float:
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = math.nan
+    if not 0 < factor < math.inf:
+        raise ValueError(f"times {text!r} is not a number greater than 0")
+    return factor
 
 
 def _growth(batch: float, reference: float) -> float:

@@ -22,6 +22,7 @@ from headway.report.history.records import LoggedWarning, RunHistory
 from headway.report.page import facts
 from headway.report.page.machine import machine_section
 from headway.report.page.sections import exchange_section, pipeline_section, prediction_section
+from headway.report.page.study import study_section
 from headway.report.page.workers import workers_section
 from headway.report.pictures import step_timeline, training_curves
 from headway.report.pictures.canvas import style_sheet
@@ -53,12 +54,14 @@ def render_page(history: RunHistory, notes: tuple[str, ...] = ()) -> str:
     step = step_timeline.representative_step(history)
     trace = history.traces[step] if step is not None else None
     found = step_timeline.shares(history)
+    study = study_section(history.directory)
     return environment.get_template("report.html").render(
         version=__version__,
         light=Markup(style_sheet(0)),
         dark=Markup(style_sheet(1)),
         history=history,
-        headline=facts.headline(history),
+        headline=facts.headline(history) if study is None else (),
+        study=study,
         batch=facts.batch_equation(history),
         curves=_curves(history),
         trace_step=step,

@@ -29,6 +29,7 @@ from headway.checkpoint.pretrained import load_weights
 from headway.checkpoint.store import CheckpointStore
 from headway.data import Cursor, Loader, LoaderSource, MicroBatch, RankBatch
 from headway.data.examples import check_batch
+from headway.data.stateful_source import begin_slots, check_slots
 from headway.data.torch_loader import known_length
 from headway.errors import CheckpointMismatch, PlanError, UsageError
 from headway.keywords import checks_keywords, users_line
@@ -41,7 +42,14 @@ from headway.run.distributed.world import World
 from headway.run.pipeline.step import check_last_batch
 from headway.run.recipe.accepted_forms import with_article
 from headway.run.recipe.loss_errors import loss_errors_explained
-from headway.run.recipe.recipe import Loss, Metrics, check_trains, metric_parts, sum_and_count
+from headway.run.recipe.recipe import (
+    Loss,
+    Metrics,
+    check_trains,
+    give_outputs,
+    metric_parts,
+    sum_and_count,
+)
 from headway.run.recipe.schema import Precision
 from headway.run.step.batch import (
     PaddingBatch,
@@ -77,6 +85,7 @@ from headway.run.strategy.checkpoint import (
     make_inventory,
     restore_checkpoint,
 )
+from headway.run.strategy.slot_states import SlotStates
 from headway.run.strategy.step_context import TrainingSetup
 from headway.run.strategy.strategy import make_strategy
 from headway.run.strategy.training_state import TrainingState
@@ -274,6 +283,7 @@ class Executor:
         self._divided = False
         self._stores: dict[Path, CheckpointStore] = {}
         self._inventory = make_inventory(self.plan, self.world)
+        self.slots = SlotStates(self.plan, self.world.rank)
         self._sites: RandomDraws | None = None
         self._mode: LogicalRandomness | None = None
         self._mode_of: MicroBatch | None = None
@@ -377,6 +387,9 @@ class Executor:
         check_batch(source, self.plan.batch.samples, drop_last=bool(options.get("drop_last")))
         if not options.get("drop_last"):
             check_last_batch(self.plan, known_length(source))
+        self.slots.attach(source)
+        if self.slots.source is not None:  # each rank has its slots of a checkpoint
+            self._inventory = make_inventory(self.plan, self.world, slots=True)
         options["cursor"] = cursor or Cursor(seed=self.seed, epoch=0, position=0)
         return rank_loader(source, self.plan, self.world, **options)
 
@@ -494,6 +507,8 @@ class Executor:
             samples=plan.batch.samples if samples is None else min(samples, plan.batch.samples),
             microbatch=plan.batch.largest(plan.data_degree),
         )
+        check_slots(source, batch.samples, samples)
+        begin_slots(source)  # the same examples at every validation
         alone = self.world.alone  # each process validates the whole then, for itself
         return Loader(
             source,
@@ -587,7 +602,9 @@ class Executor:
         self.flush()
         self.strategy.share_buffers()
         with self.world.explained(f"the checkpoint of step {self.steps_done}"):
-            tensors, facts, holdings = checkpoint_contents(trained, self.strategy, self._inventory)
+            tensors, facts, holdings = checkpoint_contents(
+                trained, self.strategy, self._inventory, self.slots
+            )
             facts["cursor"] = (self._after or Cursor(seed=self.seed)).to_dict()
             store = self._store(path)
             store.keep = keep
@@ -612,7 +629,9 @@ class Executor:
         """
         self.flush()
         with self.world.explained("restoring a checkpoint"):
-            manifest = restore_checkpoint(self._store(path), self._trained(), self.strategy)
+            manifest = restore_checkpoint(
+                self._store(path), self._trained(), self.strategy, self.slots
+            )
         if manifest is None:
             return 0
         cursor = Cursor.from_dict(manifest.facts.get("cursor", Cursor(seed=self.seed).to_dict()))
@@ -716,7 +735,9 @@ class Executor:
         self.strategy.begin(self.record, own, f"step {self.steps_done + 1}")
 
     def _forward(self, instruction: Instruction) -> None:
-        total, count = self._call(instruction)
+        micro, value = self._call(instruction)
+        total, count = sum_and_count(value, len(micro.positions))
+        give_outputs(value, micro.absorb)
         # By the samples of the global batch, so that gradients only need to be added: over
         # micro-batches here, over ranks in the exchange.
         share = total / self.record.samples
@@ -726,19 +747,20 @@ class Executor:
 
     def _idle(self, instruction: Instruction) -> None:
         with self.strategy.parameters.idle():
-            total, _ = self._call(instruction)
+            micro, value = self._call(instruction)
+        total, _ = sum_and_count(value, len(micro.positions))
         # Times 0: backward must run, with the collectives of sharded state, and add nothing.
         self._loss_of[instruction.microbatch or 0] = total * 0.0
 
-    def _call(self, instruction: Instruction) -> tuple[Tensor, Tensor | float]:
-        """The loss of an instruction's micro-batch, as a sum and what it is a sum over."""
+    def _call(self, instruction: Instruction) -> tuple[MicroBatch, Any]:
+        """An instruction's micro-batch, and what the loss returns for it."""
         micro = self._micro(instruction)
         with (
             self.strategy.context.exchanging(),
             self._randomness(micro, drawing=True),
             self._normalising(instruction),
         ):
-            return self._sum_and_count(micro)
+            return micro, self._apply(self._loss, micro)
 
     def _normalising(self, instruction: Instruction) -> AbstractContextManager[None]:
         """The context of a pass whose batch normalisation has the statistics of all ranks."""
@@ -792,14 +814,16 @@ class Executor:
         if self.pipeline is not None:
             return self.pipeline.evaluate(batch, metrics)
         function = self._loss if metrics is None else metrics
-        found = [(self._apply(function, micro), len(micro.positions)) for micro in batch.micros]
+        found = []
+        for micro in batch.micros:
+            value = self._apply(function, micro)
+            if metrics is None:
+                give_outputs(value, micro.absorb)
+            found.append((value, len(micro.positions)))
         # Other ranks gather sharded weights for the passes that this one lacks, and need it there.
         for _ in range(self._spare.lacking(batch)):
             self._apply(function, self._spare.micro)
         return found
-
-    def _sum_and_count(self, micro: MicroBatch) -> tuple[Tensor, Tensor | float]:
-        return sum_and_count(self._apply(self._loss, micro), len(micro.positions))
 
     def _apply(self, function: Callable[[nn.Module, Any], Any], micro: MicroBatch) -> Any:
         """What a loss, or metrics, make of a micro-batch."""

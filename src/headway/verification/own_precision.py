@@ -119,7 +119,9 @@ def _plain_step(recipe: Recipe, batch: RankBatch) -> Numbers:
     with LogicalRandomness(sites, micro.positions, batch.start.epoch).active():
         with arithmetic:
             value = recipe.loss(model, micro.data)
-        total, count = value if isinstance(value, tuple) else (value * batch.samples, batch.samples)
+        total, count = (
+            value[:2] if isinstance(value, tuple) else (value * batch.samples, batch.samples)
+        )
         (total / batch.samples).backward()
     for parameter in model.parameters():
         if parameter.grad is not None and float(count) != batch.samples:

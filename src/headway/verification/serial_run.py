@@ -33,7 +33,7 @@ from headway.plans import BatchSplit
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.recipe.batch_units import resolve_batch, stop_steps
 from headway.run.recipe.factory import load_recipe
-from headway.run.recipe.recipe import Recipe, check_trains
+from headway.run.recipe.recipe import Recipe, check_trains, give_outputs
 from headway.run.recipe.training_data import (
     recipe_epoch_length,
     training_data,
@@ -192,7 +192,9 @@ def _validation(recipe: Recipe, model: nn.Module) -> dict[str, float]:
         for micro in share.micros:
             samples = len(micro.positions)
             with double_precision(recipe.precision):
-                values: dict[str, Any] = {"loss": recipe.loss(model, loss_inputs(micro, recipe))}
+                value = recipe.loss(model, loss_inputs(micro, recipe))
+                give_outputs(value, micro.absorb)
+                values: dict[str, Any] = {"loss": value}
                 if recipe.metrics is not None:
                     values |= recipe.metrics(model, loss_inputs(micro, recipe))
             for name, value in values.items():
@@ -328,6 +330,7 @@ def gradients_of(
         with double_precision(recipe.precision), drawing:
             with arithmetic(recipe):
                 value = recipe.loss(model, loss_inputs(micro, recipe))
+            give_outputs(value, micro.absorb)
             total, count = loss_sum(value, len(micro.positions))
             check_trains(total)
             (total / samples).backward()
@@ -337,7 +340,7 @@ def gradients_of(
 
 def loss_sum(value: Any, samples: int) -> tuple[Tensor, Tensor | float]:
     """What a loss has returned, a mean over samples or a pair, as a sum and a count."""
-    return value if isinstance(value, tuple) else (value * samples, float(samples))
+    return value[:2] if isinstance(value, tuple) else (value * samples, float(samples))
 
 
 def loss_inputs(micro: MicroBatch, recipe: Recipe) -> object:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset
 
 from headway.data.source import Source
@@ -25,11 +26,13 @@ from headway.plans.batch import Norm
 from headway.plans.plan import Zero
 from headway.run.recipe.accepted_forms import KEYWORDS_OF_OTHERS, accept_fields, as_criterion
 
-Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int | float]]
+Count = Tensor | int | float
+Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Count] | tuple[Tensor, Count, Any]]
 """`loss(model, batch)`: the mean over the batch's samples, or a pair (sum, count).
 
 The pair is for losses whose count is not the number of samples (padding, ignored labels): headway
-divides the sum over the global batch by the count over the global batch.
+divides the sum over the global batch by the count over the global batch. With a
+`headway.data.StatefulSource` the loss returns a third value, the outputs that the source takes.
 """
 
 Metrics = Callable[[nn.Module, Any], Mapping[str, Any]]
@@ -173,15 +176,15 @@ def sum_and_count(value: Any, samples: int) -> tuple[Tensor, Tensor | float]:
     """What a loss returned, as a sum and what it is a sum over.
 
     Args:
-        value: A mean over the samples, or a pair (sum, count).
+        value: A mean over the samples, a pair (sum, count), or that and outputs.
 
     Raises:
-        RecipeError: It is neither.
+        RecipeError: It is none of these.
     """
     if isinstance(value, Tensor) and value.numel() == 1:
         return value * samples, float(samples)
-    if isinstance(value, tuple) and len(value) == 2:
-        total, count = value
+    if isinstance(value, tuple) and len(value) in (2, 3):
+        total, count = value[:2]
         if isinstance(total, Tensor) and total.numel() == 1 and _is_count(count):
             return total, count
     raise RecipeError(
@@ -190,6 +193,28 @@ def sum_and_count(value: Any, samples: int) -> tuple[Tensor, Tensor | float]:
         "pair (sum, count).",
         fix="For example loss.mean(), or (loss.sum(), mask.sum()).",
     )
+
+
+def give_outputs(value: Any, absorb: Callable[[Any], None] | None) -> None:
+    """Hand the outputs that a loss has returned to the source that waits for them, if one does.
+
+    Raises:
+        RecipeError: It waits, and the loss has returned none.
+    """
+    if absorb is None:
+        return
+    if not (isinstance(value, tuple) and len(value) == 3):
+        raise RecipeError(
+            f"the loss returned {_described(value)}, without the outputs that the data need",
+            why="The next example of a stateful source depends on what the network makes of the "
+            "last one.",
+            fix="Return (sum, count, outputs).",
+        )
+    absorb(tree_map(_on_host, value[2]))
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
 def check_trains(loss: Tensor) -> None:

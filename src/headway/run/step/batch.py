@@ -31,6 +31,7 @@ from headway.data import (
     SlabSource,
     SlabStore,
     Source,
+    StatefulSource,
 )
 from headway.data.examples import as_examples
 from headway.errors import DataError
@@ -111,6 +112,29 @@ def first_readers(source: Source, plan: Plan) -> tuple[int, ...]:
     return plan.mesh.peers(0, SPACE) if reads_sample_parts(source, plan) else (0,)
 
 
+def check_plan_of_slots(source: Source, plan: Plan) -> None:
+    """Refuse plans under which outputs do not reach the rank that has read the examples in time.
+
+    Raises:
+        DataError: A stateful source with such a plan.
+    """
+    if not isinstance(source, StatefulSource):
+        return
+    found = {
+        "a pipeline": plan.pipe_degree > 1,
+        "split layers, samples or tables": plan.split.ranks > 1 or bool(plan.split.tables),
+        "workers that do not agree at every step": not plan.synchrony.by_all_reduce,
+    }
+    problems = [name for name, there in found.items() if there]
+    if problems:
+        raise DataError(
+            f"a {type(source).__name__} cannot be read with {' and '.join(problems)}",
+            why="The next example of a slot depends on what the whole network makes of its last "
+            "one.",
+            fix="Use data parallelism, with zero where the model is large.",
+        )
+
+
 def rank_source(examples: Any, plan: Plan, rank: int) -> Source:
     """What a rank reads: a source itself, or this rank's part of one of slabs.
 
@@ -118,6 +142,7 @@ def rank_source(examples: Any, plan: Plan, rank: int) -> Source:
         DataError: It is no data set, or its samples cannot be cut so.
     """
     source = as_examples(examples)
+    check_plan_of_slots(source, plan)
     if not (isinstance(source, SlabSource) and plan.split.spatial):
         return source
     return source.parted(SlabCut(plan.split.spatial, plan.mesh.coordinate(rank).get(SPACE, 0)))

@@ -26,6 +26,8 @@ from headway.checkpoint.save_plan import HeldTensorSpec, Holdings
 from headway.checkpoint.staging import specs_of
 from headway.checkpoint.store import CheckpointStore
 from headway.plans import Plan
+from headway.run.strategy.slot_states import PREFIX as SLOT_PREFIX
+from headway.run.strategy.slot_states import SlotStates
 from headway.run.strategy.strategy import Strategy
 from headway.run.strategy.training_state import Facts, TrainingState
 from headway.run.synchrony.free_run import FreeRun
@@ -76,15 +78,16 @@ class CheckpointInventory:
 
 
 def make_inventory(
-    plan: Plan, world: World, group: dist.ProcessGroup | None = None
+    plan: Plan, world: World, group: dist.ProcessGroup | None = None, *, slots: bool = False
 ) -> CheckpointInventory | None:
     """The inventory of a plan under which ranks hold parts, or models of their own, or one of them
     more than the others; None: each rank holds everything.
 
     Args:
         group: Of the ranks that save together; None: all.
+        slots: The data have a state, of which each rank has its slots.
     """
-    parts = (plan.needs_batch or plan.memory.zero) and plan.ranks > 1
+    parts = (plan.needs_batch or plan.memory.zero or slots) and plan.ranks > 1
     own = plan.workers > 1 and plan.synchrony.in_rounds
     if not (parts or own or plan.has_leaders):
         return None
@@ -92,7 +95,10 @@ def make_inventory(
 
 
 def checkpoint_contents(
-    trained: TrainingState, strategy: Strategy, inventory: CheckpointInventory | None
+    trained: TrainingState,
+    strategy: Strategy,
+    inventory: CheckpointInventory | None,
+    slots: SlotStates,
 ) -> tuple[dict[str, Tensor], Facts, Holdings | None]:
     """This rank's part of a checkpoint, the facts, and who holds what; collective."""
     tensors, facts = trained.tensors(), trained.facts()
@@ -103,7 +109,7 @@ def checkpoint_contents(
         tensors, facts = _as_seen(strategy.rounds.snapshot(), tensors, facts)
     if isinstance(strategy.rounds, GroupRun) and strategy.rounds.under_way:
         tensors, facts = _as_seen_by_leader(trained, strategy.rounds, tensors, facts)
-    tensors |= strategy.exchange_state()
+    tensors |= strategy.exchange_state() | slots.tensors()
     if inventory is None:
         return tensors, facts, None
     holdings, facts = inventory.agree(tensors, facts)
@@ -176,7 +182,8 @@ def _seen(manifest: Manifest, strategy: Strategy) -> tuple[Manifest, dict[str, s
 
     A worker of a run that goes on as it was finds what is its own.
     """
-    tensors = {n: e for n, e in manifest.tensors.items() if not n.startswith(_WORKER)}
+    others = (_WORKER, SLOT_PREFIX)
+    tensors = {n: e for n, e in manifest.tensors.items() if not n.startswith(others)}
     told, rounds = manifest.facts.get("workers", {}), strategy.rounds
     if not isinstance(rounds, RoundsRun):
         return replace(manifest, tensors=tensors), {}
@@ -201,6 +208,7 @@ def restore_checkpoint(
     store: CheckpointStore,
     trained: TrainingState,
     strategy: Strategy,
+    slots: SlotStates,
     *,
     only: int | None = None,
 ) -> Manifest | None:
@@ -217,11 +225,12 @@ def restore_checkpoint(
     def prepare(manifest: Manifest) -> dict[str, Tensor]:
         strategy.finish()  # workers that are under way have no messages on theirs afterwards
         view, names = _seen(manifest, strategy)
-        destinations.update(trained.destinations(view))
+        destinations.update(trained.destinations(view) | slots.destinations(manifest))
         return {names.get(name, name): tensor for name, tensor in destinations.items()}
 
     manifest = store.restore(prepare, only=only)
     if manifest is not None:
         trained.apply(_seen(manifest, strategy)[0], destinations)
         strategy.restore_exchange(destinations)
+        slots.apply(destinations)
     return manifest

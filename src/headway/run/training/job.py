@@ -37,6 +37,7 @@ class TrainJob:
         trace_every: Steps between detailed timelines; the first steps are always traced.
         before_step: Called on every rank before each step with the launch environment and the
             number of the step, from 1; `launch.faults` injects faults there.
+        callbacks: Called after those of the recipe; safe to send to a process.
         validate_every: In place of the recipe's, where that has validation data.
         proving: For `headway verify --whole`: what is restored is saved again at once, and a
             checkpoint is written only while later steps change what it holds.
@@ -56,6 +57,7 @@ class TrainJob:
     replay: Path | None = None
     device: str = "auto"
     before_step: Callable[[LaunchEnv, int], None] | None = None
+    callbacks: tuple[object, ...] = ()
     validate_every: int | None = None
     proving: bool = False
 

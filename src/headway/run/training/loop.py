@@ -21,7 +21,7 @@ from headway.channel.process_memory import keep_freed_memory
 from headway.checkpoint.format import Manifest
 from headway.checkpoint.save_plan import Holdings
 from headway.checkpoint.store import CheckpointStore
-from headway.data import CachedSource, Cursor, RankBatch
+from headway.data import CachedSource, Cursor, RankBatch, StatefulSource
 from headway.documents import parse_json
 from headway.errors import (
     CheckpointError,
@@ -119,7 +119,7 @@ class Training:
         check_loggers(self._recipe.loggers)
         self._validating = _Due(self._recipe.validate_every)
         loggers = self._recipe.loggers if world.rank == 0 else ()
-        own = (LoggerCallback(loggers), *self._recipe.callbacks)
+        own = (LoggerCallback(loggers), *self._recipe.callbacks, *job.callbacks)
         self._callbacks = Callbacks(() if job.proving else own)
         if job.replay is not None:
             self._recorded = RecordedAttempt.last(RunDirectory(job.replay))
@@ -353,7 +353,9 @@ class Training:
     def _cut(self) -> None:
         # Before a checkpoint is read: each rank reads only what it keeps.
         group = self._free.inside if isinstance(self._free, GroupRun) else None
-        self._inventory = make_inventory(self._plan, self._world, group)
+        self._inventory = make_inventory(
+            self._plan, self._world, group, slots=isinstance(self._data, StatefulSource)
+        )
         if not self._plan.needs_batch:
             return
         self._world.doing("cuts the model")
@@ -412,7 +414,9 @@ class Training:
             return beginning
         else:
             with self._storing():
-                manifest = restore_checkpoint(self._store, self.trained, self.executor.strategy)
+                manifest = restore_checkpoint(
+                    self._store, self.trained, self.executor.strategy, self.executor.slots
+                )
             self._tell_restart(0 if manifest is None else manifest.step)
         if manifest is None:
             return beginning
@@ -444,7 +448,9 @@ class Training:
         if step is None:
             return None
         store = self._store.of(folder)
-        manifest = restore_checkpoint(store, self.trained, self.executor.strategy, only=step)
+        manifest = restore_checkpoint(
+            store, self.trained, self.executor.strategy, self.executor.slots, only=step
+        )
         if manifest is None:
             raise UsageError(
                 f"the checkpoint of step {step}, with which this history begins, is not there",
@@ -534,9 +540,12 @@ class Training:
 
     def _lacks_validation(self, total: int) -> bool:
         """Whether the checkpoint was written before the validation of the same step."""
+        if self._recipe.validation is None:
+            return False
         step, monitor = self.executor.steps_done, self._monitor
         due = self.executor.met and (step == total or _due(self._recipe.validate_every, step))
-        return monitor is not None and step > 0 and due and monitor.validated < step
+        # Who does not monitor keeps no note of the last validation, and repeats it.
+        return step > 0 and due and (monitor is None or monitor.validated < step)
 
     def _judge(self) -> bool:
         """Validate; keep the best checkpoint. Returns whether training stops early."""
@@ -592,7 +601,7 @@ class Training:
     def _contents(self) -> tuple[dict[str, torch.Tensor], Facts, Holdings | None]:
         """This rank's part of a checkpoint, the facts, and who holds what; collective."""
         tensors, facts, holdings = checkpoint_contents(
-            self.trained, self.executor.strategy, self._inventory
+            self.trained, self.executor.strategy, self._inventory, self.executor.slots
         )
         if self._monitor is not None:
             facts["monitor"] = self._monitor.state()

@@ -17,6 +17,7 @@ import numpy as np
 
 from headway.data import Cursor, MicroBatch, RankBatch, SampleOrder, Source
 from headway.data.order import sample_seeds
+from headway.data.stateful_source import absorber, begin_slots
 from headway.errors import NotEqual
 from headway.plans import BatchSplit
 from headway.verification.reference.draws import seeds_of_samples, shuffled
@@ -44,6 +45,7 @@ def reference_batches(
         NotEqual: An epoch does not visit every sample once, or the copies' shares do not make up
             the global batch.
     """
+    begin_slots(source)
     epochs = ReferenceEpochs(source, start.seed, split.samples, drop_last)
     orders: dict[int, Sequence[int]] = {}
     at = start
@@ -59,7 +61,11 @@ def reference_batches(
         yield tuple(
             RankBatch(
                 micros=tuple(
-                    MicroBatch(data=_read(source, order, at, part), positions=part)
+                    MicroBatch(
+                        data=_read(source, order, at, part),
+                        positions=part,
+                        absorb=absorber(source, part),
+                    )
                     for part in parts
                 ),
                 samples=count,

@@ -21,7 +21,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from headway.data import Cursor, LoaderSource, Source
+from headway.data import Cursor, LoaderSource, Source, StatefulSource
 from headway.data.torch_loader import known_length, stream_of
 from headway.run.recipe.recipe import Recipe
 from headway.verification.reference.draws import sampler_seed
@@ -59,7 +59,7 @@ class ReferenceEpochs:
     def shuffled(self) -> bool:
         """Whether it is headway's order that decides, not the samples' own."""
         if not isinstance(self.source, LoaderSource):
-            return stream_of(self.source) is None
+            return stream_of(self.source) is None and not isinstance(self.source, StatefulSource)
         return type(self.source.loader.sampler) is RandomSampler
 
     def samples(self, epoch: int) -> list[int]:

@@ -1,0 +1,1 @@
+"""Flood-filling networks: neurons from volumes of electron microscopy."""
