@@ -133,17 +133,18 @@ def rank(_: emulated.World, of: str) -> dict[str, float]:
             pass
         return solver
 
-    fit(FEW)
-    dist.barrier()
-    wall, cpu = time.perf_counter(), time.process_time()
-    solution = fit(len(train.labels)).solution()
-    return {
-        "wall": time.perf_counter() - wall,
-        "cpu": time.process_time() - cpu,
-        "objective": solution.objective,
-        "outer": solution.outer,
-        "sent": peers.sent,
-    }
+    with peers:
+        fit(FEW)
+        dist.barrier()
+        wall, cpu = time.perf_counter(), time.process_time()
+        solution = fit(len(train.labels)).solution()
+        return {
+            "wall": time.perf_counter() - wall,
+            "cpu": time.process_time() - cpu,
+            "objective": solution.objective,
+            "outer": solution.outer,
+            "sent": peers.sent,
+        }
 
 
 def ranks(of: str, rounds: int) -> None:

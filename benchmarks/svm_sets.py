@@ -62,7 +62,7 @@ def _of_parquet(name: str) -> dict[str, Any]:
 
     content = read_member(WIDEDEEP, f"datasets/data/{name}.parquet.brotli")
     table = pyarrow.parquet.read_table(io.BytesIO(content))
-    return {column: np.array(table[column].to_pylist()) for column in table.column_names}
+    return {column: table[column].to_numpy() for column in table.column_names}
 
 
 def _mixed(rows: Any, positive: NDArray[np.bool_], c: float, gamma: float | None) -> Set:

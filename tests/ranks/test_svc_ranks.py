@@ -219,14 +219,11 @@ def test_what_one_rank_cannot_use_is_an_error_of_all():
 def digests(world):
     X, y = DIGITS
     found = []
-    peers = Peers(World.adopt())
-    for form in (np.ascontiguousarray, sparse.csr_matrix):
-        rows, labels = own_rows(world, form(X), y)
-        found.append(
-            digest_training(
-                rows, labels, np.ones(len(labels)), TrainingOptions(Kernel("rbf")), peers
-            )
-        )
+    with Peers(World.adopt()) as peers:
+        for form in (np.ascontiguousarray, sparse.csr_matrix):
+            rows, labels = own_rows(world, form(X), y)
+            factors, options = np.ones(len(labels)), TrainingOptions(Kernel("rbf"))
+            found.append(digest_training(rows, labels, factors, options, peers))
     return found
 
 
@@ -369,19 +366,23 @@ def test_a_signal_stops_workers_in_order_and_the_fit_goes_on():
 
 def solve_and_eliminate(world, X, y):
     """A solution, and the same again after one rank alone has eliminated samples."""
-    peers = Peers(World.adopt())
-    rows, labels = own_rows(world, X, y * 2.0 - 1)
-    sizes = peers.gather(np.array([float(len(labels))]), "sizes")[:, 0].astype(int)
-    first, bounds = int(sizes[: peers.rank].sum()), np.full(len(labels), 2.0)
-    share = Share(rows, labels, bounds, first, int(sizes.sum()))
-    solver = Solver(share, SolverOptions(Kernel("rbf", 0.3), working_set=16), peers)
-    for _ in solver.run():
-        pass
-    whole = solver.solution()
-    if peers.rank == 0:
-        solver._active = solver._activate(np.arange(len(labels) - 5))
-    again = solver.solution()
-    return whole.finished, np.array_equal(whole.alpha, again.alpha), whole.offset == again.offset
+    with Peers(World.adopt()) as peers:
+        rows, labels = own_rows(world, X, y * 2.0 - 1)
+        sizes = peers.gather(np.array([float(len(labels))]), "sizes")[:, 0].astype(int)
+        first, bounds = int(sizes[: peers.rank].sum()), np.full(len(labels), 2.0)
+        share = Share(rows, labels, bounds, first, int(sizes.sum()))
+        solver = Solver(share, SolverOptions(Kernel("rbf", 0.3), working_set=16), peers)
+        for _ in solver.run():
+            pass
+        whole = solver.solution()
+        if peers.rank == 0:
+            solver._active = solver._activate(np.arange(len(labels) - 5))
+        again = solver.solution()
+        return (
+            whole.finished,
+            np.array_equal(whole.alpha, again.alpha),
+            whole.offset == again.offset,
+        )
 
 
 def test_a_solution_where_only_one_rank_has_eliminated_samples():

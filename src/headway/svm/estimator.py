@@ -192,8 +192,7 @@ class SVC(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """
         failure: Exception | None = None
         problem = None
-        with _found_world(self.processes) as world:
-            peers = Peers(world)
+        with _found_world(self.processes) as world, Peers(world) as peers:
             try:
                 samples = _agreed(lambda: self._check(X, y, sample_weight), peers)
                 problem = self._problem(samples, peers)

@@ -48,7 +48,7 @@ from headway.svm.kernels import (
     weighted_sums,
 )
 from headway.svm.pair_solver import solve_pairs
-from headway.svm.peers import Peers, packed_sizes
+from headway.svm.peers import Peers
 
 STOP, SAVE = 1, 2
 """Votes of a rank; what one rank votes for, all do."""
@@ -237,7 +237,6 @@ class Solver:
         self._clock = EliminationClock(options.rule, share.total)
         self._work = RemainingWork(options.tolerance, share.total)
         self._counts = _Counts()
-        self._sizes = packed_sizes(share.rows)
         self._shift = self._mean()
         self._dtype = torch.float64 if options.working_set <= FEW else torch.float32
         self._all = self._prepare()
@@ -370,8 +369,8 @@ class Solver:
         """What every rank knows, and its samples that violate most.
 
         Returns:
-            [ranks, _HEAD]; [candidates, 7] that may rise; the same that may sink: gamma, number,
-            multiplier, label, bound, size in a message, rank.
+            [ranks, _HEAD]; [candidates, 6] that may rise; the same that may sink: gamma, number,
+            multiplier, label, bound, rank.
         """
         half = max(self._options.working_set // 2, 1)
         active = self._active
@@ -388,24 +387,23 @@ class Solver:
             np.count_nonzero(active.alpha) + active.aside, self._counts.values,
             self.vote | (_WIDEN if self._rough else 0), moved,
         ]  # fmt: skip
-        message = np.full(_HEAD + 2 * half * 6, np.nan)
+        message = np.full(_HEAD + 2 * half * 5, np.nan)
         message[:_HEAD] = head
         for start, which in ((0, ups), (half, downs)):
-            table = message[_HEAD:].reshape(2 * half, 6)[start : start + len(which)]
+            table = message[_HEAD:].reshape(2 * half, 5)[start : start + len(which)]
             table[:, 0] = active.gamma[which]
             table[:, 1] = active.places[which] + self._share.first
             table[:, 2] = active.alpha[which]
             table[:, 3] = active.labels[which]
             table[:, 4] = active.bounds[which]
-            table[:, 5] = self._sizes[active.places[which]]
         everyone = self._peers.gather(message, "the choice of a working set")
-        tables = everyone[:, _HEAD:].reshape(self._peers.ranks, 2, half, 6)
+        tables = everyone[:, _HEAD:].reshape(self._peers.ranks, 2, half, 5)
         owners = np.broadcast_to(
             np.arange(self._peers.ranks, dtype=np.float64)[:, None, None],
             (*tables.shape[:1], half, 1),
         )
         sides = [
-            np.concatenate([tables[:, side], owners], axis=2).reshape(-1, 7) for side in (0, 1)
+            np.concatenate([tables[:, side], owners], axis=2).reshape(-1, 6) for side in (0, 1)
         ]
         return everyone[:, :_HEAD], *(side[~np.isnan(side[:, 0])] for side in sides)
 
@@ -447,7 +445,7 @@ class Solver:
         kept = self._before
         room = self._options.working_set - (0 if kept is None else len(kept.numbers))
         ups = _ranked(ups[ups[:, 0] < highest])
-        downs = _ranked(downs[downs[:, 0] > lowest] * [-1.0, 1, 1, 1, 1, 1, 1])
+        downs = _ranked(downs[downs[:, 0] > lowest] * [-1.0, 1, 1, 1, 1, 1])
         downs[:, 0] *= -1
         half = room // 2
         # Where one side has fewer, the other has more.
@@ -456,13 +454,12 @@ class Solver:
         # A free sample may be wanted for both sides.
         downs = downs[~np.isin(downs[:, 1], ups[:, 1])]
         chosen = np.concatenate([ups, downs[: room - count_up]])
-        owners = chosen[:, 6].astype(np.int64)
+        owners = chosen[:, 5].astype(np.int64)
         own = chosen[owners == self._peers.rank, 1].astype(np.int64) - self._share.first
         rows, removed = self._peers.gather_rows(
             self._share.rows[own],
             "the samples of a working set",
             np.array([0.0 if aside is None else aside.sum()]),
-            np.bincount(owners, chosen[:, 5], self._peers.ranks).astype(np.int64),
         )
         # Rows come rank by rank; each sample takes its own.
         rows = rows[np.argsort(np.argsort(owners, kind="stable"))]

@@ -68,7 +68,7 @@ class _RankTraining:
 
     def __init__(self, world: World, job: MachineJob, stop: StopRequest, stack: ExitStack) -> None:
         self._world, self._job, self._stop = world, job, stop
-        self._peers = Peers(world)
+        self._peers = stack.enter_context(Peers(world))
         self._directory = RunDirectory(job.directory)
         self._files = StateFiles(job.directory)
         self._open()
