@@ -19,8 +19,8 @@ from headway.errors import UsageError
 from headway.launch.restart_policy import RESTARTS
 
 if TYPE_CHECKING:
+    from headway.api.segmentation import SegmentationResult
     from headway.floodfill.network import Triple
-    from headway.floodfill.segmentation import SegmentationResult
 
 
 def segment(
@@ -76,9 +76,9 @@ def segment(
         restarts: Most restarts of dead processes.
         json: Print JSON.
     """
+    from headway.api.segmentation import segment as segment_volume
     from headway.floodfill.canvas import FillingOptions
-    from headway.floodfill.segmentation import SegmentationJob
-    from headway.floodfill.segmentation import segment as segment_volume
+    from headway.floodfill.segmentation_job import SegmentationJob
 
     job = SegmentationJob(
         volume=volume,

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.documents import parse_json
 from headway.floodfill.network import Triple
 
 PREFIX = "precomputed"
@@ -83,7 +84,7 @@ class PrecomputedReader:
     def __init__(self, folder: Path) -> None:
         if not (folder / "info").is_file():
             raise ValueError("There is no file info in the folder")
-        info = json.loads((folder / "info").read_text())
+        info = parse_json((folder / "info").read_text())
         scale = info["scales"][0]
         if scale["encoding"] != "raw" or "sharding" in scale or info["num_channels"] != 1:
             raise ValueError(

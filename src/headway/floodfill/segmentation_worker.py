@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from headway.documents import parse_json
 from headway.floodfill.array_files import open_array
 from headway.floodfill.canvas import Canvas
 from headway.floodfill.network import Triple, scale_image
@@ -23,7 +24,7 @@ from headway.floodfill.seed_ledger import (
     release_claims,
 )
 from headway.floodfill.seeds import peak_seeds
-from headway.floodfill.segmentation import SegmentationJob, finished_path
+from headway.floodfill.segmentation_job import SegmentationJob, finished_path
 from headway.floodfill.weight_files import read_network
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
@@ -75,7 +76,7 @@ def segment_in_worker(place: LaunchEnv, job: SegmentationJob) -> list[LedgerFigu
                 if world.rank == 0:
                     _end(folder, ledger, finished_path(job, number), figures)
                 world.barrier(f"waits for sub-volume {number + 1} to be written")
-            done.append(LedgerFigures(**json.loads(figures.read_text())))
+            done.append(LedgerFigures(**parse_json(figures.read_text())))
     return done
 
 
