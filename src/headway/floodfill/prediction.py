@@ -53,5 +53,8 @@ class FovPredictor:
         hidden = network.conv0_b(network.conv0_a(hidden).relu_())
         for module in network.residual:
             hidden += module.b(module.a(functional.relu(hidden)).relu_())
-        update: Tensor = network.conv_lom(hidden.relu_())
+        # A product of matrices: torch has only a slow convolution of one voxel, 9 ms in place of 1.
+        weight, bias = network.conv_lom.weight.view(-1), network.conv_lom.bias
+        voxels = hidden.relu_().permute(0, 2, 3, 4, 1) @ weight
+        update: Tensor = (voxels + bias).unsqueeze(1)
         return update
