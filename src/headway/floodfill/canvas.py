@@ -72,12 +72,14 @@ class FilledObject:
     Attributes:
         moves: [moves, 3] where the field of view was, in order.
         start: The lowest corner of the box that it has seen.
+        shape: Of that box.
         mask: [z, y, x] of that box: which voxels belong to the object; None: the seed became
             weaker than the threshold of moves.
     """
 
     moves: NDArray[np.int32]
     start: Triple
+    shape: Triple
     mask: NDArray[np.bool_] | None
 
 
@@ -176,9 +178,11 @@ class Canvas:
     def _result(self, seed: Triple, moves: list[Triple]) -> FilledObject:
         box = self._seen(moves) if moves else self._box(seed)
         start = tuple(part.start for part in box)
+        shape = tuple(part.stop - part.start for part in box)
         weak = not moves or self.mask[seed] < self._move
         return FilledObject(
             moves=np.array(moves, dtype=np.int32).reshape(-1, 3),
             start=(start[0], start[1], start[2]),
+            shape=(shape[0], shape[1], shape[2]),
             mask=None if weak else self.object_in(box),
         )

@@ -203,14 +203,15 @@ class SeedLedger:
 
     def submit(self, index: int, filled: FilledObject) -> None:
         """Hand in what came of a seed; it is settled when its turn comes."""
-        mask = np.zeros((0, 0, 0), dtype=np.bool_) if filled.mask is None else filled.mask
+        # Of a weak object nothing is kept but what it has marked.
+        mask = np.zeros(0, dtype=np.bool_) if filled.mask is None else filled.mask
         path = self._path(index)
         aside = path.with_suffix(".part.npz")
         np.savez(
             aside,
             moves=filled.moves,
             start=filled.start,
-            shape=mask.shape,
+            shape=filled.shape,
             mask=np.packbits(mask),
         )
         aside.rename(path)
@@ -237,8 +238,7 @@ class SeedLedger:
         """Enter a filled object; False: it has to be filled once more."""
         with np.load(self._path(index)) as file:
             moves, start, shape = file["moves"], file["start"], file["shape"]
-            mask = np.unpackbits(file["mask"], count=int(np.prod(shape))).astype(bool)
-            mask = mask.reshape(shape)
+            mask = np.unpackbits(file["mask"]).astype(bool)
         box = tuple(slice(int(a), int(a + n)) for a, n in zip(start, shape, strict=True))
         # Voxels with this id are left from a process that was killed at this place.
         new = int(np.count_nonzero(self._ids[:index] > 0)) + 1
@@ -252,6 +252,7 @@ class SeedLedger:
             return False
         outcome, voxels = WEAK, 0
         if mask.size:
+            mask = mask[: np.prod(shape)].reshape(shape)
             part = self.segments[box]
             mask &= (part <= 0) | (part == new)
             voxels = int(np.count_nonzero(mask))
