@@ -217,4 +217,4 @@ def test_the_command_prints_a_table_and_writes_a_page(tmp_path):
     assert "Bodies that are split most" in page
     refused = headway_here("evaluate", "s.npy", "t.npz", cwd=tmp_path)
     assert refused.code != 0
-    assert "it holds truth, image, and no name was given" in refused.err
+    assert "It holds truth, image, and no name was given" in refused.err
