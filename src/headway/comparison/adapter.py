@@ -33,7 +33,7 @@ from headway.run.recipe.training_data import training_data
 from headway.run.step.randomness import build_model
 from headway.run.step.setup import stepped_each_step
 
-Reads = Literal["its share", "the whole batch"]
+Reads = Literal["its share", "the whole batch", "by itself"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +46,15 @@ class FrameworkJob:
         recipe: As the user wrote it.
         rank: Of this process.
         ranks: How many processes there are.
-        plan: A plan's, for headway alone; None: data parallelism.
+        plan: Of headway; None: data parallelism.
+        shares: Into how many the serial reference cuts each batch.
     """
 
     recipe: Recipe
     rank: int
     ranks: int
     plan: Plan | None = None
+    shares: int = 1
 
     @property
     def batch(self) -> int:
@@ -104,7 +106,8 @@ class FrameworkAdapter(Protocol):
 
     Attributes:
         exact: Whether it computes what the plain loop computes, but for rounding.
-        reads: What `step` is given: this process's share of each global batch, or all of it.
+        reads: What `step` is given: this process's share of each global batch, all of it, or None,
+            where the framework reads the data itself.
     """
 
     exact: ClassVar[bool]
