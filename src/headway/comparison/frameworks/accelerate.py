@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from headway.comparison.adapter import FrameworkJob

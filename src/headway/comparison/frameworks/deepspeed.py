@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch.distributed as dist
 from torch import Tensor
 
 from headway.comparison.adapter import FrameworkJob
@@ -14,6 +15,7 @@ class DeepSpeed(PlainLoop):
     """An engine with ZeRO stage 1; the optimiser's state is split."""
 
     stage: ClassVar[int] = 1
+    model: Any
 
     def start(self, job: FrameworkJob) -> None:
         import deepspeed
@@ -47,8 +49,6 @@ class DeepSpeed(PlainLoop):
 
     def close(self) -> None:
         self.model.destroy()
-        import torch.distributed as dist
-
         dist.destroy_process_group()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from headway.comparison.adapter import FrameworkJob
@@ -38,15 +39,11 @@ class LightningFabric(PlainLoop):
         loss = self.job.loss(self.model, batch)
         self.fabric.backward(loss)
         if self.job.recipe.clip is not None:
-            self.fabric.clip_gradients(
-                self.model, self.optimizer, max_norm=self.job.recipe.clip
-            )
+            self.fabric.clip_gradients(self.model, self.optimizer, max_norm=self.job.recipe.clip)
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
         return loss
 
     def close(self) -> None:
-        import torch.distributed as dist
-
         dist.destroy_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from headway.comparison.adapter import FrameworkJob
@@ -15,7 +16,7 @@ class FullyShard(PlainLoop):
 
     def start(self, job: FrameworkJob) -> None:
         dist.init_process_group("gloo")
-        self.mesh = dist.init_device_mesh("cpu", (job.ranks,))
+        self.mesh = init_device_mesh("cpu", (job.ranks,))
 
     def prepare(self, job: FrameworkJob) -> None:
         self.job = job

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from headway.comparison.adapter import FrameworkJob
 from headway.comparison.frameworks.plain import PlainLoop
@@ -15,6 +15,8 @@ from headway.run.distributed.launch_env import LaunchEnv
 
 class Horovod(PlainLoop):
     """`hvd.DistributedOptimizer`."""
+
+    optimizer: Any
 
     def start(self, job: FrameworkJob) -> None:
         import horovod.torch as hvd
@@ -33,8 +35,9 @@ class Horovod(PlainLoop):
         self.optimizer = hvd.DistributedOptimizer(
             job.optimizer(self.model), named_parameters=self.model.named_parameters()
         )
+        # Without broadcast_optimizer_state, which Horovod 0.28.1 begins with an optimiser step on
+        # gradients of zero, where there is no state yet: with weight decay it changes the model.
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
-        hvd.broadcast_optimizer_state(self.optimizer, root_rank=0)
         self.scheduler = job.scheduler(self.optimizer)
 
     def step(self, batch: Any) -> Tensor | float | None:
@@ -76,7 +79,7 @@ class HorovodRun:
 
         place = LaunchEnv.here()
         slots = get_host_assignments([HostInfo("localhost", job.ranks)], job.ranks)
-        self._store, _, _ = next(dist.rendezvous("env://", job.rank, job.ranks))
+        self._store, _, _ = next(rendezvous("env://", job.rank, job.ranks))
         self._server = RendezvousServer() if job.rank == 0 else None
         if self._server is not None:
             port = self._server.start()
@@ -91,9 +94,6 @@ class HorovodRun:
         }
 
     def end(self) -> None:
-        """Leave the store and the server, once all have done so."""
-        self._store.add("horovod/ended", 1)
+        """Leave; all have met when `hvd.init` has returned."""
         if self._server is not None:
-            while self._store.add("horovod/ended", 0) < 1:
-                pass
             self._server.stop()

@@ -109,7 +109,7 @@ def num_microbatches(job: FrameworkJob) -> int:
 
 
 def taken(batch: Any, index: Tensor) -> Any:
-    """Some samples of a batch: of each tensor entries of dimension 0, of each list of texts texts."""
+    """Some samples of a batch: entries of each tensor's dimension 0 and of each list of texts."""
     return map_tensors(
         batch,
         lambda tensor: tensor[index] if tensor.ndim else tensor,
@@ -178,9 +178,7 @@ def _no_model(what: str) -> RecipeError:
     )
 
 
-def traced(
-    model: nn.Module, stages: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Pipe:
+def traced(model: nn.Module, stages: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pipe:
     """The model, cut into stages of much the same work.
 
     Raises:
