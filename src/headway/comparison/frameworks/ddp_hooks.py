@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import gc
+from typing import Any, ClassVar
 
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,6 +17,7 @@ class DdpFp16(Ddp):
     """`fp16_compress_hook`."""
 
     exact: ClassVar[bool] = False
+    model: Any
 
     def prepare(self, job: FrameworkJob) -> None:
         self.job = job
@@ -24,11 +27,18 @@ class DdpFp16(Ddp):
         self.optimizer = job.optimizer(model)
         self.scheduler = job.scheduler(self.optimizer)
 
+    def close(self) -> None:
+        # Gloo's threads free what the hooks have left behind, for which they need Python's lock.
+        # With torch 2.13 the process hangs where the wrapper ends the group meanwhile, and aborts
+        # where such a thread does: so the wrapper goes first, and all have a moment's time.
+        self.model = None
+        gc.collect()
+        dist.barrier()
+        dist.destroy_process_group()
 
-class DdpPowerSgd(Ddp):
+
+class DdpPowerSgd(DdpFp16):
     """`powerSGD_hook` of rank 1, from the third step on."""
-
-    exact: ClassVar[bool] = False
 
     def prepare(self, job: FrameworkJob) -> None:
         self.job = job

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch.distributed as dist
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from headway.comparison.adapter import FrameworkJob
@@ -17,6 +16,9 @@ class ZeroRedundancy(PlainLoop):
         dist.init_process_group("gloo")
 
     def prepare(self, job: FrameworkJob) -> None:
+        # torch 2.13 warns of its own use of torch.jit when this is imported.
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
         self.job = job
         model = job.model()
         self.model = DistributedDataParallel(model)
