@@ -128,7 +128,7 @@ PINNED: Mapping[str, PinnedPackages] = MappingProxyType(
             # that dies meanwhile leaves a lock for which all later ones wait for ever.
             first_use="from deepspeed.comm.torch import build_shm_op\n"
             "assert build_shm_op() is not None, 'deepspeed_shm_comm was not built'",
-            commands=("g++",),
+            commands=("c++",),
             variables=MappingProxyType(
                 {"TORCH_EXTENSIONS_DIR": "{environment}/extensions", "DS_ACCELERATOR": "cpu"}
             ),
@@ -159,15 +159,25 @@ PINNED: Mapping[str, PinnedPackages] = MappingProxyType(
             build=SourceBuild(
                 # From 82 on setuptools has no pkg_resources; 0.28.1 is of 2023.
                 tools=("setuptools==80.9.0", "wheel==0.48.0"),
-                commands=("cmake", "make", "g++"),
-                # It asks for C++14, and torch's headers refuse all before C++17 (since 2.1).
-                edits=tuple(
+                commands=("cmake", "make", "c++"),
+                edits=(
+                    # It asks for C++14, and torch's headers refuse all before C++17 (since 2.1).
+                    *(
+                        SourceEdit(
+                            file=file,
+                            old="set(CMAKE_CXX_STANDARD 14)",
+                            new="set(CMAKE_CXX_STANDARD 17)",
+                        )
+                        for file in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt")
+                    ),
+                    # Each set of processes, that of all included, opens its connections anew, and
+                    # forgets HOROVOD_GLOO_IFACE: on nodes whose name is that of the loopback, as
+                    # emulated ones are, the connections go there, and are refused.
                     SourceEdit(
-                        file=file,
-                        old="set(CMAKE_CXX_STANDARD 14)",
-                        new="set(CMAKE_CXX_STANDARD 17)",
-                    )
-                    for file in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt")
+                        file="horovod/common/gloo/gloo_context.cc",
+                        old="  assert(global_context.IsEnabled());\n",
+                        new="  gloo_iface_ = global_context.gloo_iface_;\n",
+                    ),
                 ),
                 variables=MappingProxyType(
                     {
@@ -363,7 +373,6 @@ class _Install:
         constraints.write_text("".join(f"{line}\n" for line in _constraints(self.pinned)))
         wanted = f"{self.pinned.package}=={self.pinned.version}"
         if build is not None:
-            self.say(f"{self.name}: building it takes about {build.minutes} minutes of one core")
             wanted = str(self._built(build, wanted))
         self.say(f"{self.name}: installing {self.pinned.package} {self.pinned.version}")
         self._pip("install", "--constraint", str(constraints), wanted)
@@ -383,6 +392,9 @@ class _Install:
         found = sorted(wheels.glob("*.whl"))
         if found:
             return found[0]
+        for old in wheels.parent.glob(f"{self.name}-*"):
+            shutil.rmtree(old)
+        self.say(f"{self.name}: building it takes about {build.minutes} minutes of one core")
         self._pip("install", *build.tools)
         source = self.place / "source"
         alone = ("--no-deps", "--no-build-isolation")

@@ -6,30 +6,30 @@ from torch import nn
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The children of the model's largest list of modules, by their names in the model.
+    """The entries of the model's lists of modules, by their names in the model, in its order.
 
-    A user knows them; here it is the `ModuleList` or `Sequential` that holds the most parameters,
-    and of two that hold the same, the longer one (a list with one entry is never it).
+    A user knows them. Here they are what is in its `ModuleList`s and `Sequential`s, of nested ones
+    the outermost: the modules made of other modules (the blocks of a transformer or a ResNet), or
+    where there are not two of these, those with parameters (the layers of a VGG).
 
     Raises:
-        ValueError: The model has no list of two or more modules with parameters.
+        ValueError: There are fewer than two.
     """
-    lists = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
-    }
-    sizes = {name: (num_parameters(module), len(module)) for name, module in lists.items()}
-    if not any(count for count, _ in sizes.values()):
+    entries = dict(_entries(model, ""))
+    blocks = {name: module for name, module in entries.items() if any(module.children())}
+    if len(blocks) < 2:
+        blocks = {name: module for name, module in entries.items() if list(module.parameters())}
+    if len(blocks) < 2:
         raise ValueError(
             f"{type(model).__name__} has no nn.ModuleList and no nn.Sequential of two or more "
             "modules with parameters, so that there are no blocks to cut it at"
         )
-    name = max(sizes, key=lambda name: sizes[name])
-    prefix = f"{name}." if name else ""
-    return {f"{prefix}{child}": module for child, module in lists[name].named_children()}
+    return blocks
 
 
-def num_parameters(module: nn.Module) -> int:
-    """Numbers in the parameters of a module."""
-    return sum(parameter.numel() for parameter in module.parameters())
+def _entries(module: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
+    """Entries of the outermost lists in a module of a name."""
+    children = [(f"{name}.{child}".lstrip("."), inner) for child, inner in module.named_children()]
+    if isinstance(module, nn.ModuleList | nn.Sequential):
+        return children
+    return [entry for child, inner in children for entry in _entries(inner, child)]

@@ -198,27 +198,27 @@ def balanced_cuts(
 ) -> list[str]:
     """The blocks that stages begin with, so that the largest has as few operations as possible.
 
-    Counted are the floating-point operations of a forward pass; those of modules before and behind
-    the blocks go with the first and the last block.
+    Counted are the floating-point operations of a forward pass; those of other modules go with the
+    block before them, or with the first.
 
     Raises:
         ValueError: There are fewer blocks than stages.
     """
-    blocks = repeated_blocks(model)
-    names = list(blocks)
     # Batch normalisation in training mode would take note of the example.
     model.eval()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(*args, **kwargs)
     model.train()
     operations = _operations(model, counter.get_flop_counts())
+    blocks = repeated_blocks(model)
+    names = list(blocks)
     weights = [operations.get(name, 0) for name in names]
     within = {module for block in blocks.values() for module in block.modules()}
     place = 0
     for name, module in model.named_modules():
-        if module in within:
-            place = -1
-        elif not any(module.children()):
+        if name in blocks:
+            place = names.index(name)
+        elif module not in within and not any(module.children()):
             weights[place] += operations.get(name, 0)
     return [names[first] for first in balanced_partition(weights, stages)[1:]]
 
