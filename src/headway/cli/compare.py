@@ -9,15 +9,18 @@ from cyclopts import Parameter
 
 from headway.api.comparison import LIMIT, ROUNDS, STEPS, WARM_UP
 from headway.api.comparison import compare as compare_frameworks
-from headway.cli.terminal.console import parse_option, say, say_json, table_lines
+from headway.cli.terminal.console import note, parse_option, say, say_json, table_lines
+from headway.comparison.environments import Installed, install_environments
 from headway.comparison.table import HEADINGS, headway_sentences, table_rows
 from headway.documents import parse_json
+from headway.errors import UsageError
 
 
 def compare(
-    recipe: str,
+    recipe: str = "",
     /,
     *,
+    install: str = "",
     frameworks: Annotated[str, Parameter(name="--with")] = "",
     processes: Annotated[str, Parameter(alias="-n")] = "",
     steps: int = STEPS,
@@ -37,6 +40,8 @@ def compare(
         recipe: A recipe.toml, module:function that returns a Recipe, or a bundled workload's name.
         frameworks: Such as ddp,fsdp2,headway,headway-auto; an adapter of your own is module:Class.
             By default all that are installed.
+        install: Make the environments of these frameworks, or all, first; without a recipe that is
+            all.
         processes: Numbers of local processes, as in 1,2,4; by default 1,2.
         steps: That are measured in each trial.
         warm_up: Steps before them.
@@ -48,6 +53,14 @@ def compare(
         overrides: KEY=VALUE, a change to the recipe; may be repeated.
         directory: By default the next free runs/compare-NAME-001.
     """
+    missing = _install(install, environments) if install else 0
+    if not recipe:
+        if install:
+            return 1 if missing else 0
+        raise UsageError(
+            "headway compare needs a recipe",
+            fix="For example headway compare my_module:recipe --with ddp,headway; or --install all.",
+        )
     result = compare_frameworks(
         recipe,
         frameworks=_words(frameworks),
@@ -74,6 +87,19 @@ def compare(
     say(f"directory  {result.directory}")
     say(f"next       open {result.directory / 'report.html'}")
     return 0
+
+
+def _install(names: str, folder: Path | None) -> int:
+    """Make environments, and say what came of each; how many could not be made."""
+    missing = 0
+    for found in install_environments(_words(names), folder, note):
+        if isinstance(found, Installed):
+            state = "was there" if found.kept else f"installed in {found.seconds:.0f} s"
+            say(f"{found.name} {found.version}: {state}, {found.megabytes:.0f} MB")
+        else:
+            missing += 1
+            say(f"{found.name}: not installed\n{found.why}")
+    return missing
 
 
 def _words(text: str) -> list[str]:
