@@ -417,7 +417,7 @@ class _Comparison:
             _LOG.warning("%s on %s: %s", framework.name, counted(count, "process"), failure)
             return
         work = cell.work
-        if number == 0 and framework.name != INDEPENDENT:
+        if number == 0 and framework.name not in (REFERENCE, INDEPENDENT):
             work = SameWork.compare(result.losses, self.expected[count])
         self.cells[key] = replace(cell, rounds={**cell.rounds, number: result}, work=work)
         _LOG.info(

@@ -59,7 +59,7 @@ def compare(
             return 1 if missing else 0
         raise UsageError(
             "headway compare needs a recipe",
-            fix="For example headway compare my_module:recipe --with ddp,headway; or --install all.",
+            fix="Write headway compare my_module:recipe --with ddp,headway; or --install all.",
         )
     result = compare_frameworks(
         recipe,

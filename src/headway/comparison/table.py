@@ -17,6 +17,7 @@ HEADINGS = (
     "cpu", "lines", "losses",
 )  # fmt: skip
 _ABSENT = "-"
+_BASELINES = {REFERENCE: "the reference", INDEPENDENT: "of its own"}
 
 
 def table_rows(
@@ -29,7 +30,9 @@ def table_rows(
         if not cell.measured:
             yield (cell.framework, str(cell.processes), *[_ABSENT] * 7, count, cell.failure)
             continue
-        losses = cell.failure or ("not compared" if cell.work is None else str(cell.work))
+        losses = cell.failure or (
+            _BASELINES[cell.framework] if cell.work is None else str(cell.work)
+        )
         yield (
             cell.framework,
             str(cell.processes),
