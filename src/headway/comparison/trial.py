@@ -11,6 +11,7 @@ import contextlib
 import os
 import pickle
 import re
+import secrets
 import signal
 import socket
 import statistics
@@ -29,6 +30,7 @@ from headway.comparison.worker import (
 )
 from headway.documents import parse_json, to_type
 from headway.launch.preflight import threads_for
+from headway.run.distributed.launch_env import PORT_RANGE
 from headway.units import counted, format_seconds
 
 _POLL = 0.05
@@ -231,9 +233,15 @@ def _one_line(text: str) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """A port that nobody has, and that the system gives to no connection until it is taken up.
+
+    Rank 0 listens seconds later; meanwhile the system hands out the ports above the range.
+    """
+    while True:
+        port = secrets.choice(PORT_RANGE)
+        with socket.socket() as found, contextlib.suppress(OSError):
+            found.bind(("127.0.0.1", port))
+            return port
 
 
 def _joined(readings: Sequence[RankReadings], began: float, steps: int) -> TrialResult:
