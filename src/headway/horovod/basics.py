@@ -72,6 +72,7 @@ class Session:
         if not self._at_exit:
             self._at_exit = True
             atexit.register(self.end)
+        self._collective(Request("barrier", "init"))
         if settings.timeline and self._engine.rank == 0:
             self.trace(settings.timeline, mark_cycles=settings.mark_cycles)
         for process_set in process_sets:
@@ -120,6 +121,8 @@ class Session:
             raise ValueError(f"{process_set} is registered already")
         name = self.name("add_process_set", None, global_process_set)
         number = self._collective(Request("add_set", name, ranks=ranks))
+        # Its ranks meet in rank 0's store, which rank 0 must not close before.
+        self._collective(Request("barrier", name))
         process_set.register(number, ranks, engine.rank)
         self._sets[number] = process_set
         return process_set

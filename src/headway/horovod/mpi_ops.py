@@ -49,7 +49,7 @@ class SparseOperation:
     def __call__(self) -> Tensor:
         values = synchronize(self._values) / self._divisor
         indices = synchronize(self._indices)
-        return torch.sparse_coo_tensor(indices.t(), values, self._shape)
+        return torch.sparse_coo_tensor(indices.t(), values, self._shape, check_invariants=False)
 
 
 def which_op(average: bool | None, op: int | None) -> HorovodOp:

@@ -216,6 +216,7 @@ class Engine:
                 connection.close()
             self._selector.close()
             self._bell.close()
+            self._ringer.close()
 
     def _turn(self) -> None:
         """Sleep until there is something to do, and do it."""
