@@ -90,8 +90,17 @@ def broadcast_optimizer_state(
     ]
     for handle in handles:
         synchronize(handle)
-    if not here:
-        optimizer.load_state_dict(_with_tensors(form, tensors))
+    if here:
+        return
+    state = _with_tensors(form, tensors)
+    optimizer.load_state_dict(state)
+    # It gives tensors the type of their parameter, which they need not have at the root.
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for place, entry in state["state"].items():
+        for name, value in entry.items():
+            held = optimizer.state[own[place]].get(name)
+            if isinstance(held, Tensor) and held.dtype != value.dtype:
+                optimizer.state[own[place]][name] = value.to(held.device)
 
 
 class _Place(int):
