@@ -32,7 +32,7 @@ class HorovodSettings:
 
     cycle_seconds: float = 0.005
     # Two thirds of the flushes of a model of 40 MB are then as large as this.
-    flush_bytes: int = 64 * 2**20
+    flush_bytes: int = 8 * 2**20
     fusion_bytes: int = 64 * 2**20
     stall_warning_seconds: float = 60.0
     stall_error_seconds: float = 1800.0
