@@ -48,7 +48,8 @@ class _AllGather(torch.autograd.Function):
         )
         counts = torch.tensor([ctx.rows], dtype=torch.int64)
         counts = synchronize(mpi_ops.allgather_async(counts, process_set=ctx.process_set))
-        starts = counts[: ctx.process_set.rank()].sum(0).tolist()
+        place = ctx.process_set.members().index(rank())
+        starts = counts[:place].sum(0).tolist()
         own = (
             grad.narrow(0, start, rows)
             for grad, start, rows in zip(mean, starts, ctx.rows, strict=True)
@@ -77,9 +78,6 @@ class _AllToAll(torch.autograd.Function):
     ) -> Any:
         ctx.process_set, ctx.rows = process_set, tensor.shape[0] if tensor.dim() else 0
         found = synchronize(mpi_ops.alltoall_async(tensor, splits, name, process_set))
-        if splits is None:
-            ctx.received = None
-            return found
         received, counts = found
         ctx.received = counts.tolist()
         ctx.mark_non_differentiable(counts)
@@ -87,10 +85,10 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        found = synchronize(
-            mpi_ops.alltoall_async(grads[0].contiguous(), ctx.received, process_set=ctx.process_set)
+        sent = grads[0].contiguous()
+        back, _ = synchronize(
+            mpi_ops.alltoall_async(sent, ctx.received, process_set=ctx.process_set)
         )
-        back = found if ctx.received is None else found[0]
         if back.shape[0] < ctx.rows:  # the last rows went to nobody
             rest = back.new_zeros((ctx.rows - back.shape[0], *back.shape[1:]))
             back = torch.cat((back, rest))
@@ -104,7 +102,7 @@ class _ReduceScatter(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Any:  # fmt: skip
         ctx.process_set = process_set
-        ctx.factor = scales[0] * scales[1] * (process_set.size() if op == Sum else 1)
+        ctx.factor = scales[0] * scales[1] * (len(process_set.members()) if op == Sum else 1)
         return tuple(
             synchronize(
                 mpi_ops.grouped_reducescatter_async(tensors, name, op, process_set, *scales)
@@ -202,8 +200,12 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Rows from all ranks; see `alltoall_async`. Gradients flow through them."""
-    return _apply(_AllToAll, tensor, splits, name, process_set)
+    """Rows from all ranks, with `splits` also how many came from each; see `alltoall_async`.
+
+    Gradients flow through the rows.
+    """
+    received, counts = _apply(_AllToAll, tensor, splits, name, process_set)
+    return received if splits is None else (received, counts)
 
 
 def grouped_reducescatter(

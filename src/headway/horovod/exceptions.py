@@ -10,6 +10,14 @@ class HorovodInternalError(RuntimeError):
     """
 
 
+class InvalidArgument(HorovodInternalError, ValueError):
+    """An argument of some rank is wrong, whatever the others do.
+
+    Horovod raises `ValueError` for some of these and `HorovodInternalError` for others; programs
+    may catch either. `elastic.run` passes it on, because another attempt would end alike.
+    """
+
+
 class HostsUpdatedInterrupt(RuntimeError):
     """The set of ranks is to change; raised by `State.commit` and `State.check_host_updates`.
 

@@ -63,6 +63,7 @@ def broadcast_parameters(
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer,
     root_rank: int,
+    model: Any = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
     """Give all ranks the options and the state of an optimizer of one rank.
@@ -71,6 +72,7 @@ def broadcast_optimizer_state(
 
     Args:
         root_rank: The global rank that sends.
+        model: Of no meaning here: Horovod looks for sparse parameters in it.
 
     Raises:
         ValueError: The optimizer is LBFGS, whose state has no fixed form.

@@ -18,6 +18,7 @@ from headway.horovod.basics import SESSION, global_process_set
 from headway.horovod.engine.engine import Operation
 from headway.horovod.engine.process_set import ProcessSet
 from headway.horovod.engine.request import HorovodOp, Request, dtype_name
+from headway.horovod.exceptions import InvalidArgument
 
 Average = HorovodOp.AVERAGE
 Sum = HorovodOp.SUM
@@ -65,6 +66,8 @@ def which_op(average: bool | None, op: int | None) -> HorovodOp:
             "Parameter `average` has been replaced with `op`", DeprecationWarning, stacklevel=3
         )
         return Average if average else Sum
+    if op is not None and op not in set(HorovodOp):
+        raise InvalidArgument(f"op is hvd.Average, Sum, Adasum, Min, Max or Product, not {op}")
     return Average if op is None else HorovodOp(op)
 
 
@@ -73,12 +76,12 @@ def synchronize(handle: Any) -> Any:
 
     Raises:
         HorovodInternalError: Ranks disagree about it, or one of them is lost or missing.
-        ValueError: An argument of some rank is wrong.
+        ValueError: An argument of some rank is wrong, or the handle is none.
     """
     if isinstance(handle, SparseOperation):
         return handle()
     if not isinstance(handle, Operation):
-        raise TypeError(f"hvd.synchronize takes what an asynchronous operation returned: {handle}")
+        raise ValueError(f"hvd.synchronize takes what an asynchronous operation returned: {handle}")
     if handle.done:  # also when its session has ended
         if handle.error is not None:
             raise handle.error
@@ -87,7 +90,13 @@ def synchronize(handle: Any) -> Any:
 
 
 def poll(handle: Any) -> bool:
-    """Whether an operation is done or has failed, so that `synchronize` will not wait."""
+    """Whether an operation is done or has failed, so that `synchronize` will not wait.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if not isinstance(handle, Operation | SparseOperation):
+        raise ValueError(f"hvd.poll takes what an asynchronous operation returned: {handle}")
     if isinstance(handle, Operation) and not handle.done and SESSION.started:
         SESSION.engine.hurry(handle)
     return bool(handle.done)
@@ -105,7 +114,7 @@ def _submit(
 ) -> Operation:
     """Begin an operation on some tensors."""
     engine = SESSION.engine
-    if not process_set.included():
+    if engine.rank not in process_set.members():
         raise ValueError(
             f"{kind}: rank {engine.rank} does not belong to the process set {process_set.ranks}"
         )
@@ -129,10 +138,6 @@ def _submit(
         **facts,
     )
     return engine.submit(Operation(request, inputs, outputs, result))
-
-
-def _first(tensors: Sequence[Any]) -> Any:
-    return tensors[0]
 
 
 # -- allreduce ------------------------------------------------------------------------------------
@@ -172,7 +177,7 @@ def _check_types(tensors: Sequence[Tensor], op: HorovodOp) -> None:
 
 
 def _check_adasum(tensors: Sequence[Tensor], process_set: ProcessSet) -> None:
-    ranks = process_set.size()
+    ranks = len(process_set.members())
     if ranks & (ranks - 1):
         raise NotImplementedError(f"Adasum needs a power of two of ranks, and there are {ranks}")
     if not all(tensor.is_floating_point() for tensor in tensors):
@@ -310,7 +315,7 @@ def sparse_allreduce_async(
         allgather_async(tensor.indices().t().contiguous(), f"{name}.indices", process_set),
         allgather_async(tensor.values(), f"{name}.values", process_set),
         tensor.shape,
-        process_set.size() if op == Average else 1,
+        len(process_set.members()) if op == Average else 1,
     )
 
 
@@ -421,10 +426,11 @@ def alltoall_async(
         splits: How many rows each rank gets, in the order of ranks; None: equally many.
 
     Returns:
-        For `synchronize`, which gives the rows in the order of their ranks; with `splits` also how
-        many came from each (int32).
+        For `synchronize`, which gives the rows in the order of their ranks, and how many came from
+        each (int32).
     """
     rows: tuple[int, ...] = ()
+    ranks = len(process_set.members())
     if splits is not None:
         given = torch.as_tensor(splits)
         if given.dtype not in (torch.int32, torch.int64) or given.dim() != 1:
@@ -433,14 +439,12 @@ def alltoall_async(
                 f"{given.dim()} dimensions"
             )
         rows = tuple(given.tolist())
-        if len(rows) != process_set.size():
-            raise ValueError(f"alltoall: {len(rows)} splits for {process_set.size()} ranks")
+        if len(rows) != ranks:
+            raise ValueError(f"alltoall: {len(rows)} splits for {ranks} ranks")
     device = tensor.device
 
     def result(found: tuple[Tensor, list[int]]) -> Any:
         received = found[0].to(device)
-        if splits is None:
-            return received
         where = splits.device if isinstance(splits, Tensor) else None
         return received, torch.tensor(found[1], dtype=torch.int32, device=where)
 
@@ -461,7 +465,7 @@ def _reducescatter(
 ) -> Operation:
     chosen = which_op(None, op)
     if chosen not in (Average, Sum):
-        raise ValueError(f"reducescatter averages or sums, and cannot {chosen.name}")
+        raise InvalidArgument(f"reducescatter averages or sums, and cannot {chosen.name}")
     _check_types(tensors, chosen)
     return _gathered(
         tensors,
@@ -525,8 +529,3 @@ def join(device: int = -1) -> int:
         The rank that joined last.
     """
     return SESSION.join()
-
-
-def num_rank_is_power_2(num_rank: int) -> bool:
-    """Whether Adasum is possible over so many ranks."""
-    return num_rank > 0 and num_rank & (num_rank - 1) == 0

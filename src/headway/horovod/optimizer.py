@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -89,7 +89,7 @@ class GradientReducer:
     def alone(self) -> bool:
         """Whether there is nobody to exchange with."""
         process_set = self.options.process_set
-        return not process_set.included() or process_set.size() == 1
+        return not process_set.included() or len(process_set.members()) == 1
 
     def hook(self) -> None:
         """Watch all parameters that need gradients, also those that have begun to."""
@@ -146,9 +146,7 @@ class GradientReducer:
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            if parameter.grad.is_sparse and options.sparse_as_dense:
-                parameter.grad = parameter.grad.to_dense()
-            if parameter.grad.is_sparse:
+            if parameter.grad.is_sparse and not options.sparse_as_dense:
                 sparse = mpi_ops.sparse_allreduce_async(
                     parameter.grad, self._names[parameter], options.op, options.process_set
                 )
@@ -158,7 +156,7 @@ class GradientReducer:
         self._flying.update(parameters)
         if not dense:
             return
-        packed = [options.compression.compress(_gradient(parameter)) for parameter in dense]
+        packed = [options.compression.compress(_dense(parameter)) for parameter in dense]
         sent = [tensor for tensor, _ in packed]
         # The sum of predivided gradients: g / f first, and f / n times the sum.
         predivide = options.predivide if options.op == Average else 1.0
@@ -176,13 +174,17 @@ class GradientReducer:
         for parameter, sent, context in zip(
             reduction.parameters, reduction.sent, reduction.contexts, strict=False
         ):
-            if sent is not parameter.grad:
-                parameter.grad = self.options.compression.decompress(sent, context)
+            given = parameter.grad
+            if sent is given:
+                continue
+            found = self.options.compression.decompress(sent, context)
+            # An optimizer for sparse gradients gets one, with the rows of all ranks.
+            parameter.grad = found.to_sparse(1) if given is not None and given.is_sparse else found
 
 
-def _gradient(parameter: Tensor) -> Tensor:
+def _dense(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
-    return parameter.grad
+    return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
 
 
 class DistributedStep(torch.optim.Optimizer):
@@ -197,6 +199,11 @@ class DistributedStep(torch.optim.Optimizer):
         """
         if not self.horovod_reducer.alone:
             self.horovod_reducer.synchronize()
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Add up the gradients of so many backward passes from now on."""
+        reducer = self.horovod_reducer
+        reducer.options = replace(reducer.options, passes=passes)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -316,7 +323,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         num_groups: Deprecated: a number as `groups`.
         groups: Gradients travel together: in so many groups of parameters that follow each other,
             or in these lists of parameters, and all others alone.
-        sparse_as_dense: Sparse gradients travel as dense ones.
+        sparse_as_dense: Sparse gradients travel as dense ones, and are sparse again afterwards.
         process_set: The ranks that exchange; others make steps of their own.
 
     Raises:
@@ -342,7 +349,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense=sparse_as_dense,
         process_set=process_set,
     )
-    adasum = op == Adasum and process_set.size() > 1
+    adasum = op == Adasum and len(process_set.members()) > 1
     kind = type(optimizer)
     made: Any = type(kind.__name__, (AdasumStep if adasum else DistributedStep, kind), {})
     wrapped = made.__new__(made)

@@ -22,7 +22,7 @@ import torch
 
 from headway.horovod import basics
 from headway.horovod.elastic.sampler import ElasticSampler
-from headway.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from headway.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt, InvalidArgument
 from headway.horovod.functions import allgather_object, broadcast_object
 
 
@@ -182,11 +182,8 @@ class TorchState(ObjectState):
             setattr(self, name, kept.value)
         self._file = None if commit_file is None else Path(commit_file)
         self._commits = 0
-        rest = {name: value for name, value in given.items() if name not in self._kept}
-        super().__init__(**{name: value for name, value in rest.items() if value is not None})
-        for name in ("model", "optimizer"):
-            if given[name] is None:
-                setattr(self, name, None)
+        self.model, self.optimizer = model, optimizer
+        super().__init__(**{n: value for n, value in kwargs.items() if n not in self._kept})
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -247,8 +244,19 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator of a function of a state that trains: it is called again after a failure.
 
     After a `HorovodInternalError` with the last commit, after a `HostsUpdatedInterrupt` with the
-    state as it is; in both cases the ranks meet again, and rank 0's state goes to all.
+    state as it is; in both cases the ranks meet again, and rank 0's state goes to all. A wrong
+    argument is no failure: it is raised.
     """
+    return run_fn(func, _meet_again)
+
+
+def _meet_again() -> None:
+    basics.shutdown()
+    basics.init()
+
+
+def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[..., Any]:
+    """`run` with a function of one's own by which the ranks meet again."""
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
@@ -260,13 +268,14 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                 if not skip_sync:
                     state.sync()
                 return func(state, *args, **kwargs)
+            except InvalidArgument:
+                raise
             except HorovodInternalError:
                 state.restore()
                 skip_sync = False
             except HostsUpdatedInterrupt as interrupt:
                 skip_sync = interrupt.skip_sync
-            basics.shutdown()
-            basics.init()
+            reset()
             state.on_reset()
 
     return wrapper

@@ -20,7 +20,7 @@ from headway.horovod.engine.request import (
     HorovodOp,
     Request,
     disagreement,
-    wrong_splits,
+    wrong_argument,
 )
 from headway.horovod.engine.settings import HorovodSettings
 
@@ -277,8 +277,8 @@ class Coordinator:
         if not error and absent and first.kind in _WITHOUT_JOIN:
             names = _ranks([rank for rank in members if rank not in requests])
             error = f"{first.kind} {first.name!r} is not possible while {names} have joined"
-        if not error and first.kind == "alltoall":
-            error = wrong_splits(requests, members)
+        if not error:
+            error = wrong_argument(requests, members)
             wrong = bool(error)
         if not error and first.kind == "add_set" and first.ranks in self._sets.values():
             error = f"there is a process set of the ranks {first.ranks} already"

@@ -30,7 +30,7 @@ from headway.horovod.engine.coordinator import Batch, Coordinator
 from headway.horovod.engine.request import GLOBAL_SET, Request, dtype_of
 from headway.horovod.engine.settings import HorovodSettings
 from headway.horovod.engine.trace import OperationTrace
-from headway.horovod.exceptions import HorovodInternalError
+from headway.horovod.exceptions import HorovodInternalError, InvalidArgument
 
 _LOG = logging.getLogger("headway")
 _JOIN_SECONDS = 30.0
@@ -180,7 +180,7 @@ class Engine:
 
         Raises:
             HorovodInternalError: Ranks disagree about it, or one of them is lost or missing.
-            ValueError: An argument of some rank is wrong.
+            InvalidArgument: An argument of some rank is wrong.
         """
         if not operation.done:
             self.hurry(operation)
@@ -348,7 +348,7 @@ class Engine:
             operations = [self._take((batch.process_set, name)) for name in batch.names]
             own = [operation for operation in operations if operation is not None]
             if batch.error:
-                kind = ValueError if batch.wrong_argument else HorovodInternalError
+                kind = InvalidArgument if batch.wrong_argument else HorovodInternalError
                 for operation in own:
                     operation.fail(kind(batch.error))
                 continue

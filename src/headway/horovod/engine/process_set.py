@@ -28,30 +28,29 @@ class ProcessSet:
         self.ranks = None if ranks is None else list(ranks)
         self._own_rank = own_rank
 
-    def size(self) -> int:
-        """The number of its ranks.
+    def size(self) -> int | None:
+        """The number of its ranks; None: it is not registered."""
+        return len(self.ranks or ()) if self.registered else None
+
+    def rank(self) -> int | None:
+        """The place of this process among its ranks; None: it is not registered, or without it."""
+        return self.members().index(self._own_rank) if self.included() else None
+
+    def included(self) -> bool | None:
+        """Whether this process belongs to it; None: it is not registered."""
+        return self._own_rank in self.members() if self.registered else None
+
+    @property
+    def registered(self) -> bool:
+        """Whether operations may name it."""
+        return self.process_set_id is not None and self.ranks is not None
+
+    def members(self) -> list[int]:
+        """Its ranks, ascending.
 
         Raises:
             ValueError: It is not registered.
         """
-        return len(self._registered())
-
-    def rank(self) -> int:
-        """The place of this process among its ranks.
-
-        Raises:
-            ValueError: It is not registered, or this process does not belong to it.
-        """
-        ranks = self._registered()
-        if self._own_rank not in ranks:
-            raise ValueError(f"rank {self._own_rank} does not belong to {self}")
-        return ranks.index(self._own_rank)
-
-    def included(self) -> bool:
-        """Whether this process belongs to it."""
-        return self._own_rank in self._registered()
-
-    def _registered(self) -> list[int]:
         if self.process_set_id is None or self.ranks is None:
             raise ValueError(
                 f"{self} is not registered. Give it to hvd.init(process_sets=[...]) or "

@@ -112,14 +112,21 @@ def disagreement(requests: Mapping[int, Request], members: Sequence[int]) -> str
         for what, one, other in _facts(first, requests[rank]):
             if one != other:
                 return f"{name}: {what} differ: rank {ranks[0]} has {one}, rank {rank} has {other}"
+    return ""
+
+
+def wrong_argument(requests: Mapping[int, Request], members: Sequence[int]) -> str:
+    """What is wrong with what ranks that agree ask for; empty: nothing."""
+    first = next(iter(requests.values()))
+    name = f"{first.kind} {first.name!r}"
     if first.kind == "broadcast" and first.root not in members:
         return f"{name}: the root, rank {first.root}, is none of the ranks {_listed(members)}"
     if first.kind in NEEDS_ROWS and () in first.shapes:
         return f"{name}: a tensor without dimensions has no rows"
-    return ""
+    return _wrong_splits(requests, members) if first.kind == "alltoall" else ""
 
 
-def wrong_splits(requests: Mapping[int, Request], members: Sequence[int]) -> str:
+def _wrong_splits(requests: Mapping[int, Request], members: Sequence[int]) -> str:
     """What is wrong with the rows that ranks send to each other in an alltoall."""
     for rank, request in sorted(requests.items()):
         rows, splits = request.shapes[0][0], request.splits
