@@ -55,6 +55,12 @@ TASKS = {
             "my_module:recipe --write slurm --nodes 2 -n 4 --directory /shared/runs/recipe",
         ),
         Command(
+            "import",
+            "migration:import_file",
+            "A configuration of DeepSpeed, Accelerate or torchtitan as a recipe.",
+            "ds_config.json --processes 2 --out recipe.toml",
+        ),
+        Command(
             "train svm",
             "svm:train_svm",
             "Train a support vector machine on a file in libsvm's format.",

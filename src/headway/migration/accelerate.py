@@ -18,8 +18,8 @@ from headway.migration.key_table import Key, KeyTable
 from headway.migration.translation import Translation
 
 _LAUNCHER = (
-    "headway starts local processes, and joins what torchrun, srun or mpirun has started on several "
-    "machines: `headway launch RECIPE --write slurm|kubernetes`"
+    "headway starts local processes, and joins what torchrun, srun or mpirun has started on "
+    "several machines: `headway launch RECIPE --write slurm|kubernetes`"
 )
 _WRAP = "headway gathers the modules with at least 1 % of the parameters by themselves"
 _PREFETCH = "FSDP2 gathers the next block while one is computed"
@@ -103,7 +103,7 @@ TABLE = KeyTable(
             idle=(False,),
         ),
         Key(name="gpu_ids", note="CUDA_VISIBLE_DEVICES says which GPUs there are"),
-        Key(name="debug", kind="flag", note="mismatched collectives are told by name always"),
+        Key(name="debug", kind="flag", note="every error names rank and step"),
         Key(name="enable_cpu_affinity", kind="flag", note="threads are shared evenly by ranks"),
         Key(name="main_training_function", note="the recipe is the training function"),
         Key(
@@ -138,8 +138,13 @@ TABLE = KeyTable(
             note=_COMPILE,
             idle=("NO", "no"),
         ),
-        Key(name="dynamo_config.dynamo_backend", kind="text", fate="lost", note=_COMPILE,
-            idle=("NO", "no")),
+        Key(
+            name="dynamo_config.dynamo_backend",
+            kind="text",
+            fate="lost",
+            note=_COMPILE,
+            idle=("NO", "no"),
+        ),
         Key(name="dynamo_config.*", note="it is part of compiling"),
         # FSDP
         Key(
@@ -203,9 +208,7 @@ TABLE = KeyTable(
             fate="adapted",
             note="its keys follow",
         ),
-        Key(
-            name="deepspeed_config.zero_stage", kind="whole", fate="carried", field="zero"
-        ),
+        Key(name="deepspeed_config.zero_stage", kind="whole", fate="carried", field="zero"),
         Key(
             name="deepspeed_config.gradient_accumulation_steps",
             kind="whole",
@@ -284,7 +287,8 @@ TABLE = KeyTable(
             "parallelism_config.",
             "parallelism_config_cp_comm_strategy parallelism_config_cp_backend "
             "parallelism_config_sp_backend parallelism_config_sp_seq_length "
-            "parallelism_config_sp_seq_length_is_variable parallelism_config_sp_attn_implementation",
+            "parallelism_config_sp_seq_length_is_variable "
+            "parallelism_config_sp_attn_implementation",
             note="it is part of splitting sequences",
         ),
         Key(
@@ -389,7 +393,7 @@ def translate(t: Translation, processes: int | None, batch: int | None) -> None:
         "MEGATRON_LM": _megatron,
         "TP": _tensor,
     }
-    if kind in translators:
+    if kind is not None and kind in translators:
         translators[kind](t, ranks, batch)
     _parallelism(t, ranks)
     _accumulation(t, "gradient_accumulation_steps", ranks, batch)

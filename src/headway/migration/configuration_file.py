@@ -66,7 +66,9 @@ def read_configuration(path: Path) -> ConfigurationFile:
         _check_texts(data)
     except ValueError as error:
         problems = [str(error)]
-        raise DocumentError(f"is not valid {language}", where=str(path), problems=problems) from None
+        raise DocumentError(
+            f"is not valid {language}", where=str(path), problems=problems
+        ) from None
     return ConfigurationFile(path=path, language=language, data=data, lines=lines)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from headway.documents import nearest
 from headway.migration.batch_equation import BatchEquation, solve_batch
-from headway.migration.key_table import Key, KeyTable, Switch
+from headway.migration.key_table import Fate, Key, KeyTable, Switch
 from headway.migration.optimizers import (
     ADAM,
     ADAM_ARGUMENTS,
@@ -54,10 +54,26 @@ TABLE = KeyTable(
     switches=tuple(
         Switch(section=section)
         for section in (
-            "fp16", "bf16", "bfloat16", "amp", "torch_autocast", "tensorboard", "wandb",
-            "csv_monitor", "comet", "flops_profiler", "comms_logger", "autotuning", "elasticity",
-            "progressive_layer_drop", "eigenvalue", "curriculum_learning", "data_efficiency",
-            "quantize_training", "hybrid_engine", "nebula",
+            "fp16",
+            "bf16",
+            "bfloat16",
+            "amp",
+            "torch_autocast",
+            "tensorboard",
+            "wandb",
+            "csv_monitor",
+            "comet",
+            "flops_profiler",
+            "comms_logger",
+            "autotuning",
+            "elasticity",
+            "progressive_layer_drop",
+            "eigenvalue",
+            "curriculum_learning",
+            "data_efficiency",
+            "quantize_training",
+            "hybrid_engine",
+            "nebula",
         )
     ),
     keys=(
@@ -255,7 +271,7 @@ TABLE = KeyTable(
             "bf16.immediate_grad_update bf16.check_grad_overflow bf16.check_overflow "
             "bfloat16.immediate_grad_update",
             kind="flag",
-            note="a loss or gradient that is not finite stops the run",
+            note="a loss that is not finite stops the run",
         ),
         *_named(
             "",
@@ -277,7 +293,13 @@ TABLE = KeyTable(
             field="precision",
             note="with dtype bfloat16",
         ),
-        Key(name="torch_autocast.dtype", kind="text", fate="adapted", field="precision"),
+        Key(
+            name="torch_autocast.dtype",
+            kind="text",
+            fate="adapted",
+            field="precision",
+            note="bfloat16 only",
+        ),
         Key(
             name="torch_autocast.lower_precision_safe_modules",
             fate="lost",
@@ -695,7 +717,7 @@ def _adam(t: Translation, kind: str) -> float | None:
     if t.below(_P).get("bias_correction") is False:
         lost = "torch's Adam always corrects its bias"
         t.tell(f"{_P}.bias_correction", "lost", lost)
-    fate = "adapted" if kind == "Adam" else "unneeded"
+    fate: Fate = "adapted" if kind == "Adam" else "unneeded"
     t.tell(f"{_P}.adam_w_mode", fate, "true: AdamW, false: Adam", _call(call))
     _left_arguments(t, kind)
     return float(arguments["lr"]) if "lr" in arguments else None
@@ -819,9 +841,7 @@ def _scheduler(t: Translation, lr: float | None) -> None:
     for name in given:
         if name not in known:
             t.tell(f"{_S}.{name}", "unknown", f"{kind} has no such argument{nearest(name, known)}")
-    missing = [
-        name for name in known[:-1] if t.is_auto(f"{_S}.{name}") and name != "warmup_max_lr"
-    ]
+    missing = [name for name in known[:-1] if t.is_auto(f"{_S}.{name}") and name != "warmup_max_lr"]
     if kind != "WarmupLR" and "total_num_steps" not in given and not missing:
         t.problem("scheduler.type", f"{kind} needs total_num_steps")
         return

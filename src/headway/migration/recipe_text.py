@@ -8,7 +8,7 @@ missing, and is never trained with a number that nobody chose.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -43,7 +43,11 @@ _SCALARS = (
     "checkpoint_every", "checkpoint_keep", "loggers", "stages", "zero", "shards",
 )  # fmt: skip
 _OF_VALIDATION = ("validate_every", "validation_samples")
-_TABLES = {"exchange": ExchangePlan(), "pipeline": PipelinePlan(), "split": LayerSplit()}
+_TABLES: Mapping[str, ExchangePlan | PipelinePlan | LayerSplit] = {
+    "exchange": ExchangePlan(),
+    "pipeline": PipelinePlan(),
+    "split": LayerSplit(),
+}
 _DEFAULT = ImportedSettings()
 
 

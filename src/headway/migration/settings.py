@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from headway.plans import ExchangePlan, LayerSplit, PipelinePlan, Plan, pipelined
@@ -52,11 +52,11 @@ class ImportedSettings:
     checkpoint_keep: int | None = None
     loggers: tuple[str, ...] = ()
     stages: int = 1
-    pipeline: PipelinePlan = PipelinePlan()
+    pipeline: PipelinePlan = field(default_factory=PipelinePlan)
     zero: Zero = 0
     shards: int | None = None
-    split: LayerSplit = LayerSplit()
-    exchange: ExchangePlan = ExchangePlan()
+    split: LayerSplit = field(default_factory=LayerSplit)
+    exchange: ExchangePlan = field(default_factory=ExchangePlan)
 
     def plan(self) -> Plan | None:
         """The plan of these settings; None where batch or processes are not known.

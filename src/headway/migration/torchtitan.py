@@ -103,84 +103,196 @@ TABLE = KeyTable(
         *_named(
             "training.dataloader.",
             "persistent_workers pin_memory prefetch_factor",
-            note="loader processes live as long as the run",
+            note="headway starts and feeds its loader processes itself",
         ),
         # Batch and length
         *_named(
-            "training.", "local_batch_size batch_size", kind="whole", fate="adapted",
-            field="batch", note="of one rank; headway states the global batch",
+            "training.",
+            "local_batch_size batch_size",
+            kind="whole",
+            fate="adapted",
+            field="batch",
+            note="of one rank; headway states the global batch",
         ),
-        Key(name="training.global_batch_size", kind="whole", fate="carried", field="batch",
-            idle=(-1,)),
+        Key(
+            name="training.global_batch_size",
+            kind="whole",
+            fate="carried",
+            field="batch",
+            idle=(-1,),
+        ),
         Key(name="training.steps", kind="whole", fate="carried", field="stop"),
         Key(name="training.max_norm", kind="number", fate="carried", field="clip"),
         # Precision
-        Key(name="training.mixed_precision_param", kind="text", fate="adapted", field="precision",
-            note="autocast"),
-        Key(name="training.mixed_precision_reduce", kind="text", fate="lost", idle=("float32",),
-            note="gradients are summed in their own type, float32"),
-        Key(name="training.dtype", kind="text", fate="lost", idle=("float32",),
-            note="parameters have the type that the model gives them"),
-        Key(name="training.enable_cpu_offload", kind="flag", fate="lost", idle=(False,),
-            note="headway keeps all state in the memory of the device; use more ranks"),
-        *_named("training.", "gc_freq gc_debug", note="garbage is collected between steps"),
+        Key(
+            name="training.mixed_precision_param",
+            kind="text",
+            fate="adapted",
+            field="precision",
+            note="autocast",
+        ),
+        Key(
+            name="training.mixed_precision_reduce",
+            kind="text",
+            fate="lost",
+            idle=("float32",),
+            note="gradients are summed in their own type, float32",
+        ),
+        Key(
+            name="training.dtype",
+            kind="text",
+            fate="lost",
+            idle=("float32",),
+            note="parameters have the type that the model gives them",
+        ),
+        Key(
+            name="training.enable_cpu_offload",
+            kind="flag",
+            fate="lost",
+            idle=(False,),
+            note="headway keeps all state in the memory of the device; use more ranks",
+        ),
+        *_named(
+            "training.",
+            "gc_freq gc_debug",
+            note="Python collects garbage as it likes; it has no setting here",
+        ),
         Key(name="training.compile", kind="flag", fate="lost", note=_COMPILE, idle=(False,)),
-        Key(name="training.deterministic", kind="flag",
+        Key(
+            name="training.deterministic",
+            kind="flag",
             note="sample order and random numbers depend on the seed alone; of a GPU's kernels "
-            "torch.use_deterministic_algorithms decides"),
+            "torch.use_deterministic_algorithms decides",
+        ),
         Key(name="training.seed", kind="whole", fate="carried", field="seed"),
         Key(name="training.warmup_steps", kind="whole", fate="carried", field="scheduler.warmup"),
-        Key(name="training.warmup_pct", kind="number", fate="adapted", field="scheduler.warmup"),
-        Key(name="training.data_parallel_type", kind="text", fate="lost", idle=("fsdp",),
-            note="zero = 0 is ddp"),
+        Key(
+            name="training.warmup_pct",
+            kind="number",
+            fate="adapted",
+            field="scheduler.warmup",
+            note="a part of all steps",
+        ),
+        Key(
+            name="training.data_parallel_type",
+            kind="text",
+            fate="lost",
+            idle=("fsdp",),
+            note="zero = 0 is ddp",
+        ),
         *_named(
             "training.",
             "fp8_linear enable_float8_linear enable_fsdp_float8_all_gather "
             "precompute_float8_dynamic_scale_for_fsdp float8_scaling_type_input "
             "float8_scaling_type_weight float8_scaling_type_grad_output",
-            fate="lost", note=_FLOAT8, idle=(False, ""),
+            fate="lost",
+            note=_FLOAT8,
+            idle=(False, ""),
         ),
         # Parallelism
-        *(Key(name=name, kind="whole", fate="adapted", field="shards",
-              note="copies of the ranks that keep the state together") for name in _DP_REPLICATE),
-        *(Key(name=name, kind="whole", fate="adapted", field="zero",
-              note="zero = 3 over so many ranks; -1: over all that are left") for name in _DP_SHARD),
-        Key(name="training.data_parallel_degree", kind="whole", fate="adapted", field="zero",
-            note="zero = 3 over so many ranks; -1: over all that are left"),
-        *(Key(name=name, kind="whole", fate="carried", field="split.tensor", idle=(1,))
-          for name in _TP),
-        Key(name="training.sequence_parallel_degree", kind="whole", fate="lost", idle=(1,),
-            note="the first releases' tensor parallelism; write split.tensor = [N]"),
+        *(
+            Key(
+                name=name,
+                kind="whole",
+                fate="adapted",
+                field="shards",
+                note="copies of the ranks that keep the state together",
+            )
+            for name in _DP_REPLICATE
+        ),
+        *(
+            Key(
+                name=name,
+                kind="whole",
+                fate="adapted",
+                field="zero",
+                note="zero = 3 over so many ranks; -1: over all that are left",
+            )
+            for name in _DP_SHARD
+        ),
+        Key(
+            name="training.data_parallel_degree",
+            kind="whole",
+            fate="adapted",
+            field="zero",
+            note="zero = 3 over so many ranks; -1: over all that are left",
+        ),
+        *(
+            Key(name=name, kind="whole", fate="carried", field="split.tensor", idle=(1,))
+            for name in _TP
+        ),
+        Key(
+            name="training.sequence_parallel_degree",
+            kind="whole",
+            fate="lost",
+            idle=(1,),
+            note="the first releases' tensor parallelism; write split.tensor = [N]",
+        ),
         *(Key(name=name, kind="whole", fate="carried", field="stages", idle=(1,)) for name in _PP),
         *(Key(name=name, kind="whole", fate="lost", note=_CONTEXT, idle=(1,)) for name in _CP),
         *_named(
-            "parallelism.", "context_parallel_rotate_method context_parallel_load_balancer",
+            "parallelism.",
+            "context_parallel_rotate_method context_parallel_load_balancer",
             note="it is part of splitting sequences",
         ),
-        Key(name="parallelism.fsdp_reshard_after_forward", kind="text", fate="adapted",
+        Key(
+            name="parallelism.fsdp_reshard_after_forward",
+            kind="text",
+            fate="adapted",
             field="zero",
-            note="always: zero = 3; never: zero = 2; default: 3, and 2 with stages"),
-        *_named("", "parallelism.disable_loss_parallel training.enable_loss_parallel",
-                note="logits are gathered before the loss"),
+            note="always: zero = 3; never: zero = 2; default: 3, and 2 with stages",
+        ),
+        *_named(
+            "",
+            "parallelism.disable_loss_parallel training.enable_loss_parallel",
+            note="logits are gathered before the loss",
+        ),
         *_named(
             "",
             "parallelism.enable_async_tensor_parallel experimental.enable_async_tensor_parallel "
             "parallelism.enable_compiled_autograd experimental.enable_compiled_autograd",
-            fate="lost", note="split layers exchange between operators", idle=(False,),
+            fate="lost",
+            note="split layers exchange between operators",
+            idle=(False,),
         ),
-        *(Key(name=name, kind="text", fate="adapted", field="pipeline.schedule")
-          for name in _SCHEDULE),
-        *_named("", "parallelism.pipeline_parallel_schedule_csv", kind="text", fate="lost",
-                note="`headway train RECIPE --schedule TABLE.csv` runs a table of torch's form"),
-        *(Key(name=name, kind="list", fate="adapted", field="pipeline.cut",
-              note="names of the modules with which the second and later stages begin")
-          for name in _SPLIT_POINTS),
-        Key(name="parallelism.pipeline_parallel_microbatch_size", kind="whole", fate="carried",
-            field="microbatch"),
-        Key(name="experimental.pipeline_parallel_microbatches", kind="whole", fate="carried",
-            field="pipeline.microbatches"),
-        Key(name="experimental.pipeline_parallel_split_mode", kind="text",
-            note="the model is cut where pipeline.cut or its parameters say"),
+        *(
+            Key(name=name, kind="text", fate="carried", field="pipeline.schedule")
+            for name in _SCHEDULE
+        ),
+        *_named(
+            "",
+            "parallelism.pipeline_parallel_schedule_csv",
+            kind="text",
+            fate="lost",
+            note="`headway train RECIPE --schedule TABLE.csv` runs a table of torch's form",
+        ),
+        *(
+            Key(
+                name=name,
+                kind="list",
+                fate="adapted",
+                field="pipeline.cut",
+                note="names of the modules with which the second and later stages begin",
+            )
+            for name in _SPLIT_POINTS
+        ),
+        Key(
+            name="parallelism.pipeline_parallel_microbatch_size",
+            kind="whole",
+            fate="carried",
+            field="microbatch",
+        ),
+        Key(
+            name="experimental.pipeline_parallel_microbatches",
+            kind="whole",
+            fate="carried",
+            field="pipeline.microbatches",
+        ),
+        Key(
+            name="experimental.pipeline_parallel_split_mode",
+            kind="text",
+            note="the model is cut where pipeline.cut or its parameters say",
+        ),
         *_named(
             "parallelism.",
             "pipeline_parallel_layers_per_stage pipeline_parallel_first_stage_less_layers "
@@ -192,7 +304,10 @@ TABLE = KeyTable(
         *_named(
             "parallelism.",
             "expert_parallel_degree expert_tensor_parallel_degree",
-            kind="whole", fate="lost", note=_EXPERT, idle=(1,),
+            kind="whole",
+            fate="lost",
+            note=_EXPERT,
+            idle=(1,),
         ),
         *_named(
             "parallelism.",
@@ -201,63 +316,139 @@ TABLE = KeyTable(
             note="it is part of expert parallelism",
         ),
         Key(name="experimental.torch_spmd", kind="flag", fate="lost", note=_MODEL, idle=(False,)),
-        *_named("experimental.", "custom_import custom_args_module", fate="lost", note=_MODEL,
-                idle=("",)),
+        *_named(
+            "experimental.",
+            "custom_import custom_args_module",
+            fate="lost",
+            note=_MODEL,
+            idle=("",),
+        ),
         # Optimiser and schedule
         Key(name="optimizer.name", kind="text", fate="carried", field="optimizer"),
-        *_named("optimizer.", "lr beta1 beta2 eps weight_decay", kind="number", fate="carried",
-                field="optimizer"),
-        *_named("optimizer.", "implementation fused",
-                note="it chooses an implementation of the same optimiser"),
-        Key(name="optimizer.early_step_in_backward", kind="flag", fate="lost", idle=(False,),
-            note="exchange.priority steps bucket by bucket, exactly, with zero = 0"),
-        Key(name="lr_scheduler.warmup_steps", kind="whole", fate="carried",
-            field="scheduler.warmup"),
-        Key(name="lr_scheduler.total_steps", kind="whole", fate="carried",
-            field="scheduler.steps"),
-        Key(name="lr_scheduler.decay_ratio", kind="number", fate="carried",
-            field="scheduler.decay_ratio"),
-        Key(name="lr_scheduler.decay_type", kind="text", fate="carried",
-            field="scheduler.shape"),
-        *_named("lr_scheduler.", "min_lr_factor lr_min", kind="number", fate="carried",
-                field="scheduler.end"),
+        *_named(
+            "optimizer.",
+            "lr beta1 beta2 eps weight_decay",
+            kind="number",
+            fate="carried",
+            field="optimizer",
+        ),
+        *_named(
+            "optimizer.",
+            "implementation fused",
+            note="it chooses an implementation of the same optimiser",
+        ),
+        Key(
+            name="optimizer.early_step_in_backward",
+            kind="flag",
+            fate="lost",
+            idle=(False,),
+            note="exchange.priority steps bucket by bucket, exactly, with zero = 0",
+        ),
+        Key(
+            name="lr_scheduler.warmup_steps", kind="whole", fate="carried", field="scheduler.warmup"
+        ),
+        Key(name="lr_scheduler.total_steps", kind="whole", fate="carried", field="scheduler.steps"),
+        Key(
+            name="lr_scheduler.decay_ratio",
+            kind="number",
+            fate="carried",
+            field="scheduler.decay_ratio",
+        ),
+        Key(name="lr_scheduler.decay_type", kind="text", fate="carried", field="scheduler.shape"),
+        *_named(
+            "lr_scheduler.",
+            "min_lr_factor lr_min",
+            kind="number",
+            fate="carried",
+            field="scheduler.end",
+        ),
         # Checkpoints, validation, records
-        *(Key(name=name, kind="flag", fate="carried", field="checkpoint_every",
-              note="headway always writes one at the end") for name in _CHECKPOINT),
+        *(
+            Key(
+                name=name,
+                kind="flag",
+                fate="carried",
+                field="checkpoint_every",
+                note="headway always writes one at the end",
+            )
+            for name in _CHECKPOINT
+        ),
         Key(name="checkpoint.interval", kind="whole", fate="carried", field="checkpoint_every"),
-        Key(name="checkpoint.interval_type", kind="text", fate="lost", idle=("steps",),
-            note="steps only"),
-        Key(name="checkpoint.keep_latest_k", kind="whole", fate="carried",
-            field="checkpoint_keep"),
+        Key(
+            name="checkpoint.interval_type",
+            kind="text",
+            fate="lost",
+            idle=("steps",),
+            note="steps only",
+        ),
+        Key(name="checkpoint.keep_latest_k", kind="whole", fate="carried", field="checkpoint_keep"),
         *_named("checkpoint.", "folder create_seed_checkpoint", note=_RUN),
-        Key(name="checkpoint.async_mode", kind="text",
-            note="checkpoints are always written while training goes on"),
+        Key(
+            name="checkpoint.async_mode",
+            kind="text",
+            note="checkpoints are always written while training goes on",
+        ),
         *_named(
             "checkpoint.",
             "export_dtype last_save_model_only last_save_in_hf model_weights_only "
             "initial_load_in_hf initial_load_in_hf_quantized initial_load_model_only",
             note=_HF,
         ),
-        Key(name="checkpoint.initial_load_path", fate="lost",
-            note="weights = FILE starts from a model, --resume continues a run; " + _HF),
-        *_named("checkpoint.", "load_step exclude_from_loading load_only", fate="lost",
-                note="a run continues from its newest checkpoint; weights_only chooses tensors",
-                idle=(-1, False)),
-        *_named("checkpoint.", "enable_first_step_checkpoint enable_ft_dataloader_checkpoints",
-                note="a run that dies before its first checkpoint begins again"),
-        *_named("validation.", "enable enabled", kind="flag", fate="adapted",
-                field="validate_every"),
+        Key(
+            name="checkpoint.initial_load_path",
+            fate="lost",
+            note="weights = FILE starts from a model, --resume continues a run; " + _HF,
+        ),
+        *_named(
+            "checkpoint.",
+            "load_step exclude_from_loading load_only",
+            fate="lost",
+            note="a run continues from its newest checkpoint; weights_only chooses tensors",
+            idle=(-1, False),
+        ),
+        *_named(
+            "checkpoint.",
+            "enable_first_step_checkpoint enable_ft_dataloader_checkpoints",
+            note="a run that dies before its first checkpoint begins again",
+        ),
+        *_named(
+            "validation.",
+            "enable enabled",
+            kind="flag",
+            fate="adapted",
+            field="validate_every",
+            note="[validation] names its data: --validation",
+        ),
         Key(name="validation.freq", kind="whole", fate="carried", field="validate_every"),
-        Key(name="validation.steps", kind="whole", fate="adapted", field="validation_samples",
-            idle=(-1,)),
-        Key(name="validation.local_batch_size", kind="whole",
-            note="validation uses the micro-batches of training"),
-        *_named("validation.", "dataset dataset_path seq_len dataloader.*", fate="lost",
-                note="name the function that makes it: [validation] call = MODULE:NAME"),
-        Key(name="metrics.enable_tensorboard", kind="flag", fate="carried", field="loggers",
-            idle=(False,)),
-        Key(name="metrics.enable_wandb", kind="flag", fate="carried", field="loggers",
-            idle=(False,)),
+        Key(
+            name="validation.steps",
+            kind="whole",
+            fate="adapted",
+            field="validation_samples",
+            note="in samples: steps x local_batch_size x copies",
+            idle=(-1,),
+        ),
+        Key(
+            name="validation.local_batch_size",
+            kind="whole",
+            note="validation uses the micro-batches of training",
+        ),
+        *_named(
+            "validation.",
+            "dataset dataset_path seq_len dataloader.*",
+            fate="lost",
+            note="name the function that makes it: [validation] call = MODULE:NAME",
+        ),
+        Key(
+            name="metrics.enable_tensorboard",
+            kind="flag",
+            fate="carried",
+            field="loggers",
+            idle=(False,),
+        ),
+        Key(
+            name="metrics.enable_wandb", kind="flag", fate="carried", field="loggers", idle=(False,)
+        ),
         *_named(
             "metrics.",
             "log_freq disable_color_printing enable_color_printing save_tb_folder rank_0_only "
@@ -266,31 +457,59 @@ TABLE = KeyTable(
         ),
         Key(name="profiling.*", note="--trace-steps N: a timeline every N steps"),
         Key(name="memory_estimation.*", note="`headway plan RECIPE --cluster C` shows the memory"),
-        Key(name="activation_checkpoint.mode", kind="text", fate="adapted",
-            field="pipeline.recompute", note=_SAC, idle=("none",)),
+        Key(
+            name="activation_checkpoint.mode",
+            kind="text",
+            fate="adapted",
+            field="pipeline.recompute",
+            note=_SAC,
+            idle=("none",),
+        ),
         Key(name="activation_checkpoint.*", note="it is part of activation checkpointing"),
         Key(name="compile.enable", kind="flag", fate="lost", note=_COMPILE, idle=(False,)),
         Key(name="compile.*", note="it is part of compiling"),
         *_named("", "float8.* mx.* quantize.*", fate="lost", note=_FLOAT8),
         # Communication and faults
-        *_named("comm.", "init_timeout_seconds train_timeout_seconds", kind="whole",
-                fate="adapted", field="timeout",
-                note="headway train --timeout: one for all waits, the longer of the two"),
         *_named(
-            "comm.", "trace_buf_size save_traces_folder save_traces_file_prefix",
+            "comm.",
+            "init_timeout_seconds train_timeout_seconds",
+            kind="whole",
+            fate="adapted",
+            field="timeout",
+            note="headway train --timeout: one for all waits, the longer of the two",
+        ),
+        *_named(
+            "comm.",
+            "trace_buf_size save_traces_folder save_traces_file_prefix",
             note="a wait that ends names the rank that is missing",
         ),
-        Key(name="comm.mode", kind="text", fate="lost", idle=("default",),
-            note="`headway simulate plan.json` needs no devices"),
-        Key(name="fault_tolerance.*", fate="lost",
+        Key(
+            name="comm.mode",
+            kind="text",
+            fate="lost",
+            idle=("default",),
+            note="`headway simulate plan.json` needs no devices",
+        ),
+        Key(
+            name="fault_tolerance.*",
+            fate="lost",
             note="workers that agree in rounds survive one another's death: see synchrony; dead "
-            "workers are started again (--restarts)"),
+            "workers are started again (--restarts)",
+        ),
         Key(name="debug.seed", kind="whole", fate="carried", field="seed"),
-        *_named("debug.", "deterministic deterministic_warn_only",
-                note="sample order and random numbers depend on the seed alone; of a GPU's "
-                "kernels torch.use_deterministic_algorithms decides"),
-        Key(name="debug.moe_force_load_balance", kind="flag", fate="lost", note=_MODEL,
-            idle=(False,)),
+        *_named(
+            "debug.",
+            "deterministic deterministic_warn_only",
+            note="sample order and random numbers depend on the seed alone; of a GPU's "
+            "kernels torch.use_deterministic_algorithms decides",
+        ),
+        Key(
+            name="debug.moe_force_load_balance",
+            kind="flag",
+            fate="lost",
+            note=_MODEL,
+            idle=(False,),
+        ),
     ),
 )
 
@@ -450,7 +669,9 @@ def _schedule(t: Translation) -> None:
     if said in ("PipelineScheduleSingle", "PipelineScheduleMulti", "_PipelineScheduleRuntime"):
         t.tell(name, "lost", "`headway train RECIPE --schedule TABLE.csv` runs a table")
         return
-    found = next((ours for theirs, ours in _SCHEDULES.items() if theirs.lower() == said.lower()), "")
+    found = next(
+        (ours for theirs, ours in _SCHEDULES.items() if theirs.lower() == said.lower()), ""
+    )
     if not found:
         t.word(name, tuple(_SCHEDULES))
         return
@@ -476,8 +697,12 @@ def _run(t: Translation) -> None:
     if kind is None:
         kind = "bfloat16"
         t.default("training.mixed_precision_param", kind, 'precision = "bfloat16"', "autocast")
-    t.carry("training.mixed_precision_param", "precision", kind, "" if kind == "float32" else
-            "autocast; parameters stay float32")
+    t.carry(
+        "training.mixed_precision_param",
+        "precision",
+        kind,
+        "" if kind == "float32" else "autocast; parameters stay float32",
+    )
     seed = t.whole(*_SEED, least=0)
     if seed is not None:
         t.carry(t.named(*_SEED), "seed", seed)
@@ -552,7 +777,9 @@ def _scheduler(t: Translation) -> None:
     part = t.positive("training.warmup_pct")
     if warmup is None and part is not None:
         warmup = int(steps * part)
-        t.tell("training.warmup_pct", "adapted", f"of {steps} steps", f"scheduler.warmup = {warmup}")
+        t.tell(
+            "training.warmup_pct", "adapted", f"of {steps} steps", f"scheduler.warmup = {warmup}"
+        )
     if warmup is None:
         warmup = 200
         t.default("lr_scheduler.warmup_steps", warmup, "scheduler.warmup")

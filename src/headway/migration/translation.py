@@ -10,17 +10,15 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from headway.documents import nearest
 from headway.errors import DocumentError
 from headway.migration.configuration_file import ConfigurationFile, KeyPath, leaves
 from headway.migration.key_table import FATES, KINDS, Fate, Key, KeyTable, normal
 from headway.migration.settings import ImportedSettings, settings_of
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,9 +147,7 @@ class Translation:
         return {
             path[-1]: self._values.get(".".join(path), value)
             for path, value in self._leaves.items()
-            if path[:-1] == parts
-            and not self._is_empty(value)
-            and not self.is_auto(".".join(path))
+            if path[:-1] == parts and not self._is_empty(value) and not self.is_auto(".".join(path))
         }
 
     def enabled(self, section: str) -> bool:
@@ -305,8 +301,10 @@ class Translation:
         for switch in self.table.switches:
             parts = tuple(switch.section.split("."))
             if path[: len(parts)] == parts and not self.enabled(switch.section):
-                return "" if path[len(parts) :] in {(key,) for key in switch.keys} else (
-                    f"{switch.section} is off"
+                return (
+                    ""
+                    if path[len(parts) :] in {(key,) for key in switch.keys}
+                    else (f"{switch.section} is off")
                 )
         return ""
 
@@ -328,8 +326,3 @@ def _without_effect(key: Key) -> str:
 def _short(value: Any) -> str:
     text = shown(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-def merged(one: TranslatedConfiguration, **changes: Any) -> TranslatedConfiguration:
-    """With other settings of the user's."""
-    return replace(one, settings=replace(one.settings, **changes))
