@@ -100,10 +100,10 @@ def test_torchtitans_three_phases(shape):
     assert min(found[11:]) > 0.5 * end
 
 
-def test_torchtitan_without_a_stable_phase_never_reaches_zero():
+def test_torchtitan_without_a_stable_phase_and_behind_its_end():
     found = rates(lambda optimizer: torchtitan_rates(optimizer, steps=10, warmup=10), 10)
     assert found == pytest.approx([0.5 * (n + 1) / 10 for n in range(10)])
-    # Behind the end the rate stays what it was last.
+    # Its last step is one before the rate would be 0; behind that it stays there.
     assert rates(lambda o: torchtitan_rates(o, steps=4, warmup=0), 9)[-1] == 0.0
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headway.documents import nearest
+from headway.documents import MAX_INTEGER, nearest
 from headway.errors import DocumentError
 from headway.migration.configuration_file import ConfigurationFile, KeyPath, leaves
 from headway.migration.key_table import FATES, KINDS, Fate, Key, KeyTable, normal
@@ -257,6 +257,10 @@ class Translation:
         Raises:
             DocumentError: The file has problems; all are listed.
         """
+        for field, value in self.fields.items():
+            # A product of numbers that are legal each.
+            if isinstance(value, int) and value > MAX_INTEGER:
+                self.problem(self._said.get(field, ""), f"{field} would be {value:.3g}")
         translations = [self, *self.inner.values()]
         problems = [text for t in translations for _, text in sorted(t.problems)]
         if problems:
