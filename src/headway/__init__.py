@@ -15,6 +15,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headway.api.comparison import ComparisonResult as ComparisonResult
+    from headway.api.comparison import compare as compare
     from headway.api.migration import ImportedConfiguration as ImportedConfiguration
     from headway.api.migration import import_configuration as import_configuration
     from headway.api.planning import PlanningResult as PlanningResult
@@ -76,6 +78,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAMES = {
+    "headway.api.comparison": "ComparisonResult compare",
     "headway.api.migration": "ImportedConfiguration import_configuration",
     "headway.api.planning": "PlanningResult plan",
     "headway.api.simulation": "SimulationResult SimulationScenario simulate",

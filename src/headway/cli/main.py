@@ -90,6 +90,12 @@ TASKS = {
             "Batch sizes and learning rates: best rates, critical batch.",
             'my_module:recipe --batches 8,16,32 --target "loss<=0.45"',
         ),
+        Command(
+            "compare",
+            "compare:compare",
+            "Train one recipe under several frameworks, side by side.",
+            "my_module:recipe --with ddp,fsdp2,headway --processes 1,2",
+        ),
         Command("demo", "demo:demo", "Train, verify and report a small model.", ""),
     ),
     "Find a plan": (
