@@ -171,6 +171,7 @@ MAY_UNPICKLE = {
     "run/recipe/sent_recipe.py": "a recipe, in the pipe to workers of the process that holds it",
     "comparison/worker.py": "a recipe, in the pipe to workers of the process that holds it",
     "svm/local_workers.py": "a kernel of the user's, in the pipe to workers of the same process",
+    "horovod/functions.py": "a rank's object, signed with the job's secret and a session's token",
     "run/pipeline/batch_broadcast.py": "a batch of the user's types, signed with the job's secret",
 }
 """File -> whose pickles it reads, and why they are the user's own."""
