@@ -1,4 +1,4 @@
-"""`headway launch -np N python SCRIPT.py`: processes of this machine, with horovodrun's arguments."""
+"""`headway launch -np N python SCRIPT.py`: processes of this machine, started as by horovodrun."""
 
 from __future__ import annotations
 
