@@ -105,8 +105,13 @@ def stack_file(folder: Path, rank: int) -> Path:
     return folder / f"stack-{rank}.txt"
 
 
-def main() -> int:
-    """Run the job that comes over standard input; the exit status."""
+def main(alive: list[FrameworkAdapter]) -> int:
+    """Run the job that comes over standard input; the exit status.
+
+    Args:
+        alive: Gets the adapter, which the caller keeps until the process has ended: Gloo's groups
+            may wait for ever, when they are taken down, for a process that is gone.
+    """
     job: WorkerJob = pickle.load(sys.stdin.buffer)
     if job.emulated is not None and job.node:
         job.emulated.enter(job.node)  # before any other thread or socket
@@ -115,7 +120,9 @@ def main() -> int:
     with stack_file(job.folder, job.rank).open("w") as stack:
         faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
         try:
-            readings = _measure(job)
+            adapter, given = _prepare(job)
+            alive.append(adapter)
+            readings = _measure(job, adapter, given)
         except BaseException as error:
             traceback.print_exc()
             said = f"{type(error).__name__}: {error}"
@@ -137,8 +144,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _measure(job: WorkerJob) -> RankReadings:
-    adapter, given = _prepare(job)
+def _measure(job: WorkerJob, adapter: FrameworkAdapter, given: FrameworkJob) -> RankReadings:
     model_bytes = _parameter_bytes(getattr(adapter, "model", None))
     losses: list[float | None] = []
     stamps: list[float] = []
@@ -228,7 +234,8 @@ def _sent_bytes(interface: str) -> int:
 
 
 if __name__ == "__main__":
-    status = main()
+    alive: list[FrameworkAdapter] = []
+    status = main(alive)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # without waiting for threads that a framework may leave behind

@@ -16,7 +16,7 @@ class ElasticSampler(Sampler[int]):
 
     Like torch's `DistributedSampler`, the indices are filled up from their beginning so that all
     ranks have equally many. Call `set_epoch` at the end of an epoch, and `record_batch` after each
-    batch.
+    batch, which all ranks count alike: what is left is a suffix of the epoch's order.
 
     Args:
         dataset: Only its length counts.
@@ -28,7 +28,7 @@ class ElasticSampler(Sampler[int]):
         self.shuffle = shuffle
         self.seed = seed
         self.epoch = 0
-        self.processed_indices: set[int] = set()
+        self.processed_num = 0
         self.rank, self.num_replicas = 0, 1
         self.remaining_indices: list[int] = []
         self.num_samples = self.total_size = 0
@@ -37,31 +37,26 @@ class ElasticSampler(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, of which nothing has been processed."""
         self.epoch = epoch
-        self.processed_indices = set()
+        self.processed_num = 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """This rank has processed its batch of this number."""
-        self.record_indices(self.get_indices(batch_idx, batch_size))
+        """Each rank has processed a batch of so many samples.
 
-    def record_indices(self, indices: set[int] | list[int]) -> None:
-        """This rank has processed these samples."""
-        self.processed_indices.update(indices)
-
-    def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """The samples of this rank's batch of this number."""
-        start = batch_idx * batch_size
-        return self.indices[start : start + batch_size]
+        Args:
+            batch_idx: Of no meaning: batches are processed in their order.
+        """
+        self.processed_num += batch_size * self.num_replicas
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up the progress of `state_dict`."""
         self.epoch = state_dict["epoch"]
-        self.processed_indices = set(state_dict["processed_indices"])
+        self.processed_num = state_dict["processed_num"]
         self.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, and what was processed of it."""
-        return {"epoch": self.epoch, "processed_indices": set(self.processed_indices)}
+        """The epoch, and how much of it was processed."""
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def reset(self) -> None:
         """Divide what is left among the ranks that there are now."""
@@ -71,19 +66,14 @@ class ElasticSampler(Sampler[int]):
         order = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(order)
-        self.remaining_indices = [n for n in order if n not in self.processed_indices]
+        self.remaining_indices = order[self.processed_num :]
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
-        self.indices = self._own()
-
-    def _own(self) -> list[int]:
-        rest = self.remaining_indices
-        filled = rest * -(-self.total_size // max(len(rest), 1))
-        return filled[: self.total_size][self.rank :: self.num_replicas]
 
     def __iter__(self) -> Iterator[int]:
-        self.indices = self._own()
-        return iter(self.indices)
+        rest = self.remaining_indices
+        filled = rest * -(-self.total_size // max(len(rest), 1))
+        return iter(filled[: self.total_size][self.rank :: self.num_replicas])
 
     def __len__(self) -> int:
         return self.num_samples

@@ -143,12 +143,8 @@ class _Kept:
         self.value.load_state_dict(copy.deepcopy(self.saved))
 
     def sync(self) -> None:
-        """Take that of rank 0; what samplers have processed is that of all ranks together."""
+        """Take that of rank 0."""
         state = broadcast_object(self.value.state_dict(), name="elastic.state")
-        if isinstance(self.value, ElasticSampler):
-            every = allgather_object(self.value.state_dict(), "elastic.sampler")
-            done = {n for one in every for n in one["processed_indices"]}
-            state = {"epoch": state["epoch"], "processed_indices": done}
         self.value.load_state_dict(state)
         self.save()
 
