@@ -6,7 +6,6 @@ of it could blow up (anchors and aliases) is refused, and a key that stands twic
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,8 +79,8 @@ def _language_of(text: str) -> Language:
     if text.lstrip()[:1] == "{":
         return "JSON"
     try:
-        tomllib.loads(text)
-    except (ValueError, RecursionError):
+        parse_toml(text)
+    except ValueError:
         return "YAML"
     return "TOML"
 
