@@ -200,6 +200,7 @@ def parses_without_limits(tree):
 MAY_PARSE = {
     "documents.py": "the parsers with limits",
     "launch/namespaces.py": "what `ip` and `tc` print, which may have a key twice",
+    "migration/configuration_file.py": "YAML, with limits of its own",
     "capture/benchmark/layer_algorithms.py": "torch's own trace, of this process and moment",
 }
 """File -> what it parses without `parse_json` and `parse_toml`, and why it may."""

@@ -179,7 +179,8 @@ def test_every_command_exists_and_has_a_page(capsys):
         (
             ["zzz"],
             "legal: checkpoint, cluster, collective, compare, demo, evaluate, exchange, explain, "
-            "launch, plan, report, schedule, segment, simulate, study, taxonomy, train, verify",
+            "import, launch, plan, report, schedule, segment, simulate, study, taxonomy, train, "
+            "verify",
         ),
         (["--trance"], "there is no option '--trance'"),
         (["train", "x.toml", "--procesess", "2"], "Did you mean --processes?"),
