@@ -85,7 +85,7 @@ def test_states_are_kept_and_those_of_rank_0(world, tmp_path):
     sampler = hvd.elastic.ElasticSampler(range(8), shuffle=False)
     file = world.directory / "commit"
     arguments = {"sampler": sampler, "batch": me, "listed": [me]}
-    state = hvd.elastic.TorchState(model, optimizer, file, **arguments)
+    state = hvd.elastic.TorchState(model, optimizer, commit_file=file, **arguments)
     sampler.record_batch(0, 1)
     state.sync()
     assert (state.batch, state.listed, sampler.processed_num) == (0, [0], 2)
@@ -110,7 +110,9 @@ def test_states_are_kept_and_those_of_rank_0(world, tmp_path):
     # A process that was started anew begins with the file.
     model, optimizer = fresh()
     sampler = hvd.elastic.ElasticSampler(range(8), shuffle=False)
-    again = hvd.elastic.TorchState(model, optimizer, file, sampler=sampler, batch=0, listed=[])
+    again = hvd.elastic.TorchState(
+        model, optimizer, commit_file=file, sampler=sampler, batch=0, listed=[]
+    )
     again.sync()
     assert (again.batch, again.listed, again.sampler.processed_num) == (5, [0], 2)
     assert model.weight.equal(weight[:2])

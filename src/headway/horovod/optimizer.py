@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from headway.comm.algorithms.method import split_evenly
-from headway.horovod import mpi_ops
+from headway.horovod import operations
 from headway.horovod.basics import SESSION, global_process_set
 from headway.horovod.compression import Compression, Compressor
 from headway.horovod.engine.process_set import ProcessSet
-from headway.horovod.mpi_ops import Adasum, Average, synchronize
+from headway.horovod.operations import Adasum, Average, synchronize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ class GradientReducer:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             if parameter.grad.is_sparse and not options.sparse_as_dense:
-                sparse = mpi_ops.sparse_allreduce_async(
+                sparse = operations.sparse_allreduce_async(
                     parameter.grad, self._names[parameter], options.op, options.process_set
                 )
                 self._reductions.append(_Reduction([parameter], sparse))
@@ -160,7 +160,7 @@ class GradientReducer:
         sent = [tensor for tensor, _ in packed]
         # The sum of predivided gradients: g / f first, and f / n times the sum.
         predivide = options.predivide if options.op == Average else 1.0
-        handle = mpi_ops.grouped_allreduce_async_(
+        handle = operations.grouped_allreduce_async_(
             sent, None, self._names[dense[0]], options.op, 1.0 / predivide, predivide,
             options.process_set,
         )  # fmt: skip
@@ -288,7 +288,7 @@ class AdasumStep(torch.optim.Optimizer):
             flying = []
             for parameter, name in names.items():
                 sent, context = options.compression.compress(parameter - before[parameter])
-                handle = mpi_ops.allreduce_async_(
+                handle = operations.allreduce_async_(
                     sent, None, name, Adasum, process_set=options.process_set
                 )
                 flying.append((parameter, handle, context))

@@ -138,7 +138,7 @@ class Engine:
         """Begin an operation.
 
         Raises:
-            ValueError: One of the same name is under way.
+            InvalidArgument: One of the same name is under way.
             HorovodInternalError: The engine has ended.
         """
         request = operation.request
@@ -146,7 +146,7 @@ class Engine:
             if self._ended or os.getpid() != self._pid:
                 raise HorovodInternalError(self._ended or "Horovod does not work in a forked copy")
             if request.key in self._pending:
-                raise ValueError(
+                raise InvalidArgument(
                     f"Requested to {request.kind} a tensor with the same name as another tensor "
                     f"that is currently being processed: {request.name!r}. Give each its own name, "
                     "or wait for the first with hvd.synchronize()."
