@@ -11,6 +11,7 @@ parameters is combined with those of the others (docs/adasum.md).
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -79,6 +80,7 @@ class GradientReducer:
         self._passes: Counter[Tensor] = Counter()
         self._flying: set[Tensor] = set()
         self._reductions: list[_Reduction] = []
+        self._sparse_dims: dict[Tensor, int] = {}
 
     @property
     def busy(self) -> bool:
@@ -93,9 +95,17 @@ class GradientReducer:
 
     def hook(self) -> None:
         """Watch all parameters that need gradients, also those that have begun to."""
+        # Parameters outlive an optimizer that another one replaces.
+        accumulated = weakref.WeakMethod(self._accumulated)
+
+        def hear(parameter: Tensor) -> None:
+            if (method := accumulated()) is not None:
+                method(parameter)
+
         for parameter in self._names:
             if parameter.requires_grad and parameter not in self._hooked:
-                parameter.register_post_accumulate_grad_hook(self._accumulated)
+                handle = parameter.register_post_accumulate_grad_hook(hear)
+                weakref.finalize(self, handle.remove)
                 self._hooked.add(parameter)
 
     def synchronize(self) -> None:
@@ -145,7 +155,9 @@ class GradientReducer:
         dense: list[Tensor] = []
         for parameter in parameters:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = self._no_gradient(parameter)
+            if parameter.grad.is_sparse:
+                self._sparse_dims[parameter] = parameter.grad.sparse_dim()
             if parameter.grad.is_sparse and not options.sparse_as_dense:
                 sparse = operations.sparse_allreduce_async(
                     parameter.grad, self._names[parameter], options.op, options.process_set
@@ -166,6 +178,18 @@ class GradientReducer:
         )  # fmt: skip
         contexts = [context for _, context in packed]
         self._reductions.append(_Reduction(dense, handle, sent, contexts))
+
+    def _no_gradient(self, parameter: Tensor) -> Tensor:
+        """Zero, of the form in which this parameter's gradients have come so far."""
+        dims = self._sparse_dims.get(parameter)
+        if dims is None:
+            return torch.zeros_like(parameter)
+        return torch.sparse_coo_tensor(
+            torch.zeros((dims, 0), dtype=torch.int64, device=parameter.device),
+            parameter.new_zeros((0, *parameter.shape[dims:])),
+            parameter.shape,
+            check_invariants=False,
+        )
 
     def _finish(self, reduction: _Reduction) -> None:
         result = synchronize(reduction.handle)
