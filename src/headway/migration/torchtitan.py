@@ -666,7 +666,11 @@ def _schedule(t: Translation) -> None:
         t.default(_SCHEDULE[0], "1F1B", 'pipeline.schedule = "1f1b"')
         return
     said = _OLD_SCHEDULES.get(said, str(said).removeprefix("Schedule"))
-    if said in ("PipelineScheduleSingle", "PipelineScheduleMulti", "_PipelineScheduleRuntime"):
+    if said.lstrip("_") in (
+        "PipelineScheduleSingle",
+        "PipelineScheduleMulti",
+        "PipelineScheduleRuntime",
+    ):
         t.tell(name, "lost", "`headway train RECIPE --schedule TABLE.csv` runs a table")
         return
     found = next(
