@@ -46,6 +46,18 @@ def test_four_digits_must_agree():
     assert str(found) == "differs from step 2 on: 2.001 for 2, 2.0e+00 at most"
 
 
+def test_what_rounding_explains_is_no_difference():
+    """Where a last bit of the parameters leads as far, to two digits."""
+    expected, rounded = [1.0, 1.0, 1.0, 1.0], [1.0, 1.000001, 1.00001, 1.00001]
+    assert str(SameWork.compare([1.0, 1.0, 1.0009, 1.0], expected, rounded)) == (
+        "equal until rounding has grown, at step 3: 9.0e-04 at most"
+    )
+    assert SameWork.compare([1.0, 1.0, 1.0, 1.0009], expected, rounded).rounding == 3
+    assert SameWork.compare([1.0, 1.0, 1.0011, 1.0], expected, rounded).step == 2
+    assert SameWork.compare([1.0, 1.0002, 1.0, 1.0], expected, rounded).step == 1
+    assert SameWork.compare([1.0, 1.0, 1.0009, 1.0], expected).step == 2
+
+
 def test_a_cell_is_the_median_of_its_rounds_and_ratios_are_within_rounds():
     ours, theirs = cell("headway", 1.0, 4.0, 2.0), cell("ddp", 2.0, 8.0, 5.0)
     assert (ours.step.value, ours.step.low, ours.step.high) == (2.0, 1.0, 4.0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from headway.comparison.trial import TrialResult
 
@@ -19,6 +20,8 @@ INDEPENDENT = "independent"
 """The name of the row of processes that never talk."""
 FOUR_DIGITS = 1e-4
 """Largest relative difference of two losses that count as equal."""
+_ROUNDINGS = 100.0
+"""How many times as far as a last bit of the parameters other roundings of a step may lead."""
 
 
 @dataclass(frozen=True)
@@ -43,23 +46,44 @@ class SameWork:
         difference: The largest relative difference of a step's loss.
         step: The first that differs by more than four digits allow; None: none does.
         loss: Of that step, and `expected` of the reference; None where none differs.
+        rounding: The first step with another loss that rounding alone explains; None: there is
+            none.
     """
 
     difference: float
     step: int | None = None
     loss: float | None = None
     expected: float | None = None
+    rounding: int | None = None
 
     @classmethod
-    def compare(cls, losses: Sequence[float], expected: Sequence[float]) -> SameWork:
-        """Step by step."""
+    def compare(
+        cls,
+        losses: Sequence[float],
+        expected: Sequence[float],
+        rounded: Sequence[float] | None = None,
+    ) -> SameWork:
+        """Step by step.
+
+        Args:
+            rounded: Losses of the reference with parameters that began a last bit apart. Training
+                of some recipes doubles such a difference in every step.
+        """
         apart = [_apart(one, other) for one, other in zip(losses, expected, strict=True)]
-        step = next((n for n, value in enumerate(apart) if value > FOUR_DIGITS), None)
+        grown = map(_apart, expected if rounded is None else rounded, expected)
+        allowed = [max(FOUR_DIGITS, _ROUNDINGS * most) for most in accumulate(grown, max)]
+        differing = [n for n, value in enumerate(apart) if value > FOUR_DIGITS]
+        step = next((n for n in differing if apart[n] > allowed[n]), None)
         if step is None:
-            return cls(difference=max(apart))
+            return cls(difference=max(apart), rounding=next(iter(differing), None))
         return cls(difference=max(apart), step=step, loss=losses[step], expected=expected[step])
 
     def __str__(self) -> str:
+        if self.rounding is not None:
+            return (
+                f"equal until rounding has grown, at step {self.rounding + 1}: "
+                f"{self.difference:.1e} at most"
+            )
         if self.step is None:
             return "equal"
         return (

@@ -77,6 +77,17 @@ class SerialShares(PlainLoop):
         return torch.stack(losses).sum()
 
 
+class SerialRounded(SerialShares):
+    """The reference from parameters that differ in the last bit: how much rounding matters."""
+
+    def prepare(self, job: FrameworkJob) -> None:
+        """Move each parameter to the next larger number."""
+        super().prepare(job)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.copy_(torch.nextafter(parameter, torch.full_like(parameter, torch.inf)))
+
+
 def cut_batch(batch: Any, shares: int) -> list[Any]:
     """Equal parts of a batch along dimension 0 of each tensor, and of each list of texts."""
     size = num_samples(batch) // shares
