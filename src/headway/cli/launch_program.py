@@ -20,9 +20,10 @@ def launch_program(
 
     headway launch -np 2 python train.py --lr 0.1
 
-    Used: -np N, -H HOST:SLOTS, --hostfile FILE, --output-filename FOLDER, --reset-limit N. Options
-    of horovodrun that headway does not need are named with the reason; those that it cannot do are
-    refused. For hosts other than this one the command for each of them is printed.
+    Used: -np N, -H HOST:SLOTS, --hostfile FILE, --output-filename FOLDER (in place of the
+    terminal), --reset-limit N, and what headway.horovod goes by: fusion, cycle time, time-outs,
+    timeline. Options of horovodrun that headway does not need are named with the reason; those that
+    it cannot do are refused. For other hosts than this one the command for each is printed.
 
     Args:
         words: Options of horovodrun, then the program with its arguments.
@@ -38,7 +39,11 @@ def launch_program(
 
     result = launch_local(
         "headway.launch.program:run_program",
-        (request.command, None if request.output is None else request.output.absolute()),
+        (
+            request.command,
+            request.variables,
+            None if request.output is None else request.output.absolute(),
+        ),
         processes=request.processes,
         policy=RestartPolicy(limit=request.restarts),
         on_restart=lambda attempt, cause: note(f"{cause}; attempt {attempt}"),

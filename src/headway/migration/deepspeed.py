@@ -9,12 +9,11 @@ optimiser's rate; `gradient_accumulation_steps` is the number of a pipeline's mi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from headway.documents import nearest
 from headway.migration.batch_equation import BatchEquation, solve_batch
-from headway.migration.key_table import Fate, Key, KeyTable, Switch
+from headway.migration.key_table import Fate, Key, KeyTable, Switch, named
 from headway.migration.optimizers import (
     ADAM,
     ADAM_ARGUMENTS,
@@ -24,6 +23,7 @@ from headway.migration.optimizers import (
     betas,
     call_of,
 )
+from headway.migration.settings import ImportedCall
 from headway.migration.translation import Translation
 
 NVME = "headway keeps all state in the memory of the device; use more ranks, or zero = 3"
@@ -40,11 +40,6 @@ _RECOMPUTE = (
     "the model itself calls it: call torch.utils.checkpoint in its place; stages of a pipeline "
     'recompute by pipeline.recompute = "blocks"'
 )
-
-
-def _named(prefix: str, names: str, **facts: Any) -> tuple[Key, ...]:
-    """Keys of one section that share their fate."""
-    return tuple(Key(name=f"{prefix}{name}", **facts) for name in names.split())
 
 
 TABLE = KeyTable(
@@ -122,6 +117,13 @@ TABLE = KeyTable(
         Key(name="scheduler.params.*", fate="carried", field="scheduler"),
         Key(name="gradient_clipping", kind="number", fate="carried", field="clip"),
         Key(
+            name="zero_optimization",
+            kind="flag",
+            fate="adapted",
+            field="zero",
+            note="true, of the first releases, is stage 1",
+        ),
+        Key(
             name="zero_optimization.stage",
             kind="whole",
             fate="carried",
@@ -144,7 +146,7 @@ TABLE = KeyTable(
             "node keeps all of the state there",
             idle=(0, 1),
         ),
-        *_named(
+        *named(
             "zero_optimization.",
             "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients",
             kind="flag",
@@ -157,7 +159,7 @@ TABLE = KeyTable(
             fate="lost",
             note="with zero headway exchanges exactly",
         ),
-        *_named(
+        *named(
             "zero_optimization.",
             "offload_param.device offload_optimizer.device",
             kind="text",
@@ -165,7 +167,7 @@ TABLE = KeyTable(
             note=NVME,
             idle=("none",),
         ),
-        *_named(
+        *named(
             "zero_optimization.",
             "cpu_offload cpu_offload_params cpu_offload_param cpu_offload_use_pin_memory",
             kind="flag",
@@ -173,7 +175,7 @@ TABLE = KeyTable(
             note=NVME,
             idle=(False,),
         ),
-        *_named(
+        *named(
             "zero_optimization.",
             "offload_param.nvme_path offload_param.buffer_count offload_param.buffer_size "
             "offload_param.max_in_cpu offload_param.pin_memory offload_optimizer.nvme_path "
@@ -185,7 +187,7 @@ TABLE = KeyTable(
             note="it is part of offloading, which headway has not",
         ),
         Key(name="zero_optimization.zenflow.*", fate="lost", note=NVME),
-        *_named(
+        *named(
             "zero_optimization.",
             "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce "
             "allgather_partitions round_robin_gradients legacy_stage1",
@@ -197,13 +199,13 @@ TABLE = KeyTable(
             kind="flag",
             note="what is sent always overlaps with the backward pass",
         ),
-        *_named(
+        *named(
             "zero_optimization.",
             "reduce_bucket_size allgather_bucket_size",
             kind="whole",
             note=_BUCKETS,
         ),
-        *_named(
+        *named(
             "zero_optimization.",
             "sub_group_size prefetch_bucket_size param_persistence_threshold "
             "model_persistence_threshold max_live_parameters max_reuse_distance "
@@ -214,22 +216,23 @@ TABLE = KeyTable(
             kind="whole",
             note=_GATHER,
         ),
-        *_named(
+        *named(
             "zero_optimization.",
             "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save "
             "gather_16bit_weights_on_model_save",
             kind="flag",
             note="`headway checkpoint convert RUN model.safetensors` writes the whole model",
         ),
-        *_named(
+        *named(
             "zero_optimization.",
             "elastic_checkpoint load_from_fp32_weights pipeline_loading_checkpoint",
             kind="flag",
             note="checkpoints are by logical name and load on any number of ranks",
         ),
-        *_named(
+        *named(
             "zero_optimization.",
-            "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential "
+            "stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params "
+            "stage3_allgather_sequential allgather_sequential parameter_alignment "
             "mics_hierarchical_params_gather memory_efficient_linear override_module_apply "
             "log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory "
             "ignore_unused_parameters",
@@ -250,13 +253,13 @@ TABLE = KeyTable(
             'precision = "bfloat16" where the device has it',
             idle=(False,),
         ),
-        *_named(
+        *named(
             "fp16.",
             "auto_cast loss_scale initial_scale_power loss_scale_window hysteresis "
             "consecutive_hysteresis min_loss_scale fp16_master_weights_and_grads",
             note=_LOSS_SCALE,
         ),
-        *_named(
+        *named(
             "",
             "bf16.enabled bfloat16.enabled",
             kind="flag",
@@ -266,14 +269,14 @@ TABLE = KeyTable(
             "master weights",
             idle=(False,),
         ),
-        *_named(
+        *named(
             "",
             "bf16.immediate_grad_update bf16.check_grad_overflow bf16.check_overflow "
             "bfloat16.immediate_grad_update",
             kind="flag",
             note="a loss that is not finite stops the run",
         ),
-        *_named(
+        *named(
             "",
             "bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states",
             kind="flag",
@@ -312,12 +315,16 @@ TABLE = KeyTable(
             note="gradients are summed in float32",
             idle=("fp32",),
         ),
-        *_named(
+        *named(
             "data_types.",
             "param_dtype buffer_dtype",
             kind="text",
             fate="lost",
             note="parameters and buffers keep the type that the model gives them",
+        ),
+        Key(
+            name="data_types.keep_in_fp32_modules",
+            note="autocast leaves all parameters and buffers in their type",
         ),
         Key(
             name="communication_data_type",
@@ -339,7 +346,7 @@ TABLE = KeyTable(
             field="exchange.reduce",
             idle=("mean",),
         ),
-        *_named(
+        *named(
             "",
             "prescale_gradients gradient_predivide_factor",
             note="losses are divided by the global count before they are summed",
@@ -353,11 +360,17 @@ TABLE = KeyTable(
         ),
         Key(name="disable_allgather", kind="flag", note="it chooses a collective"),
         Key(
+            name="zero_optimization.compute_grad_norm",
+            kind="flag",
+            note="headway computes the norm of gradients where it clips them",
+        ),
+        Key(name="disable_python_gc", kind="flag", note="Python collects garbage as it likes"),
+        Key(
             name="use_data_before_expert_parallelism",
             kind="flag",
             note="headway has no expert parallelism",
         ),
-        *_named(
+        *named(
             "activation_checkpointing.",
             "partition_activations cpu_checkpointing contiguous_memory_optimization "
             "synchronize_checkpoint_boundary profile",
@@ -388,7 +401,7 @@ TABLE = KeyTable(
             note="blocks, one at a time",
         ),
         Key(name="pipeline.seed_layers", kind="flag", note="a seed depends on nothing but itself"),
-        *_named(
+        *named(
             "pipeline.",
             "pipe_partitioned grad_partitioned use_reentrant",
             kind="flag",
@@ -424,7 +437,7 @@ TABLE = KeyTable(
             kind="number",
             note="`headway train` shows its progress, and the run directory has every step",
         ),
-        *_named("", "wall_clock_breakdown memory_breakdown dump_state", kind="flag", note=HOST),
+        *named("", "wall_clock_breakdown memory_breakdown dump_state", kind="flag", note=HOST),
         Key(name="log_level", kind="text", note="Python's logging decides"),
         Key(
             name="tensorboard.enabled",
@@ -441,14 +454,14 @@ TABLE = KeyTable(
             field="loggers",
             note="metrics.csv in the run directory",
         ),
-        *_named(
+        *named(
             "",
             "tensorboard.output_path tensorboard.job_name csv_monitor.output_path "
             "csv_monitor.job_name",
             kind="text",
             note="records are in the run directory",
         ),
-        *_named(
+        *named(
             "wandb.",
             "project team group",
             kind="text",
@@ -483,21 +496,21 @@ TABLE = KeyTable(
         Key(name="quantize_training.*", fate="lost", note=MODEL),
         Key(name="eigenvalue.*", fate="lost", note=MODEL),
         Key(name="hybrid_engine.*", fate="lost", note="headway trains; it does not generate"),
-        *_named(
+        *named(
             "",
             "curriculum_learning.* data_efficiency.*",
             fate="lost",
             note="the order of samples is the data's: a `Source` may give harder ones later",
         ),
-        *_named(
+        *named(
             "checkpoint.",
             "tag_validation load_universal use_node_local_storage parallel_write.pipeline_stage "
             "writer.* checkpoint_serialization",
             note="checkpoints are by logical name, written by all ranks, and load on any number "
             "of them",
         ),
-        *_named("", "nebula.* datastates_ckpt.*", note="checkpoints are asynchronous already"),
-        *_named(
+        *named("", "nebula.* datastates_ckpt.*", note="checkpoints are asynchronous already"),
+        *named(
             "",
             "compile.* graph_harvesting vocabulary_size",
             fate="lost",
@@ -580,7 +593,8 @@ def _batch(
     if processes is None and found.copies is not None:
         t.fields["processes"] = found.copies * together
     if found.batch is None:
-        note = f"{found}: say how many with --processes, or the batch with --batch"
+        known = "" if found.copies is not None else "how many with --processes, or "
+        note = f"{found}: say {known}the batch with --batch"
         for name in (_M, _A):
             t.tell(name, "lost", note)
     else:
@@ -607,21 +621,24 @@ def _micro_batches(t: Translation, found: BatchEquation, stages: int) -> None:
     t.tell(_A, "adapted", "headway accumulates what exceeds microbatch", str(found))
 
 
+def carry_zero_stage(t: Translation, name: str) -> int | None:
+    """A stage of ZeRO, 0 to 3; another number is a problem."""
+    stage = t.whole(name, least=0)
+    if stage is not None and stage > 3:
+        t.problem(name, f"{stage} is no stage of ZeRO; 0, 1, 2 or 3")
+    elif stage is not None:
+        t.carry(name, "zero", stage)
+    return stage
+
+
 def _zero(t: Translation) -> None:
     whole = t.value("zero_optimization")
-    if isinstance(whole, bool):
+    if whole is not None:
         # Of DeepSpeed's first releases: true is stage 1.
         t.carry("zero_optimization", "zero", int(whole), "true is stage 1")
-        return
-    stage = t.whole("zero_optimization.stage", least=0)
-    if stage is None:
-        return
-    if stage > 3:
-        t.problem("zero_optimization.stage", f"{stage} is no stage of ZeRO; 0, 1, 2 or 3")
-        return
-    t.carry("zero_optimization.stage", "zero", stage)
+    stage = carry_zero_stage(t, "zero_optimization.stage")
     shards = t.value("zero_optimization.mics_shard_size")
-    if shards is not None and shards > 0:
+    if stage is not None and shards is not None and shards > 0:
         if stage == 0:
             t.problem("zero_optimization.mics_shard_size", "it needs stage 3")
         else:
@@ -713,7 +730,7 @@ def _adam(t: Translation, kind: str) -> float | None:
         "Adam": "adam_w_mode is true by default: the decay is AdamW's" if decoupled else "",
         "AdamW": "",
     }.get(kind, _ONE_BIT)
-    t.carry("optimizer.type", "optimizer", call_of(call, arguments), note, form=_call(call))
+    t.carry("optimizer.type", "optimizer", _made(t, call, arguments), note, form=_call(call))
     if t.below(_P).get("bias_correction") is False:
         lost = "torch's Adam always corrects its bias"
         t.tell(f"{_P}.bias_correction", "lost", lost)
@@ -733,9 +750,12 @@ def _lamb(t: Translation, kind: str) -> float | None:
     )
     if kind == "OneBitLamb":
         note = f"{note}; {_ONE_BIT}"
+    if given.get("bias_correction") is False:
+        arguments["bias_correction"] = False
+        t.tell(f"{_P}.bias_correction", "carried", "", "optimizer.bias_correction = false")
     arguments["exclude_1d"] = False
-    call = call_of("headway.optim:LAMB", arguments)
-    t.carry("optimizer.type", "optimizer", call, note, form=_call(call.call))
+    made = _made(t, "headway.optim:LAMB", arguments)
+    t.carry("optimizer.type", "optimizer", made, note, form=_call(made.call))
     for name, value in (("min_coeff", low), ("max_coeff", high)):
         t.tell(f"{_P}.{name}", "lost", f"a bound of {value} on the trust ratio: headway has none")
     _left_arguments(t, kind)
@@ -746,10 +766,16 @@ def _of_torch(t: Translation, kind: str) -> float | None:
     arguments = t.below(_P)
     for name, value in arguments.items():
         t.tell(f"{_P}.{name}", "carried", "", f"optimizer.{name} = {value!r}")
-    call = call_of(f"torch.optim:{kind}", arguments)
-    t.carry("optimizer.type", "optimizer", call, form=_call(call.call))
+    made = _made(t, f"torch.optim:{kind}", arguments)
+    t.carry("optimizer.type", "optimizer", made, form=_call(made.call))
     lr = arguments.get("lr")
     return float(lr) if isinstance(lr, int | float) else None
+
+
+def _made(t: Translation, call: str, arguments: Mapping[str, Any]) -> ImportedCall:
+    # No default of a rate is what the user had: "auto" is the Trainer's 5e-5, or the command's.
+    gaps = ("lr",) if t.is_auto(f"{_P}.lr") else ()
+    return ImportedCall(call=call, arguments=tuple(arguments.items()), gaps=gaps)
 
 
 def _call(call: str) -> str:
@@ -761,10 +787,17 @@ def _arguments(t: Translation, wanted: Mapping[str, OptimizerArgument]) -> dict[
     given, found = t.below(_P), dict[str, Any]()
     for name, argument in wanted.items():
         key, target = f"{_P}.{name}", argument.name or name
+        if name not in given and not (name == "lr" and t.is_auto(key)):
+            found[target] = argument.default
+            # The Trainer of transformers has the same defaults as DeepSpeed, but for the rate.
+            t.tell(
+                key,
+                "adapted",
+                "DeepSpeed's default, and the Trainer's",
+                f"optimizer.{target} = {argument.default}",
+            )
+            t.default(key, argument.default, f"optimizer.{target} = {argument.default}")
         if name not in given:
-            if not t.is_auto(key):
-                found[target] = argument.default
-                t.default(key, argument.default, f"optimizer.{target}")
             continue
         try:
             found[target] = _CHECKS[argument.kind](given[name])
@@ -803,7 +836,7 @@ def _left_arguments(t: Translation, kind: str) -> None:
         elif name in _OF_KERNELS.split():
             t.tell(key, "unneeded", "it chooses an implementation of the same optimiser")
         elif name in _OF_ONE_BIT.split():
-            t.tell(key, "lost", _ONE_BIT)
+            t.tell(key, "lost", f"it is part of {kind}'s compression")
         else:
             t.tell(key, "unknown", f"{kind} has no such argument{nearest(name, known)}")
 
@@ -887,6 +920,8 @@ def _curve(t: Translation, kind: str, lr: float | None, given: Mapping[str, Any]
             for name in given:
                 t.tell(f"{_S}.{name}", "lost", "without the rate there is no schedule")
             return
+        if kind == "WarmupDecayLR" and "warmup_max_lr" not in given:
+            t.default(f"{_S}.warmup_max_lr", top, f"optimizer.lr = {top:g}")
         low = numbers.get("warmup_min_lr", 0.0)
         arguments["start"] = low / top
         _top(t, lr, top)
@@ -909,26 +944,25 @@ def _curve(t: Translation, kind: str, lr: float | None, given: Mapping[str, Any]
             t.tell(f"{_S}.{name}", "carried", "", said[name])
     t.tell(f"{_S}.last_batch_iteration", "unneeded", "a resumed run knows its step")
     if "warmup_type" not in given:
-        t.default(f"{_S}.warmup_type", "log", "scheduler.shape")
+        t.default(f"{_S}.warmup_type", "log", 'scheduler.shape = "log"')
     if "warmup_num_steps" not in given:
-        t.default(f"{_S}.warmup_num_steps", 1000, "scheduler.warmup")
+        t.default(f"{_S}.warmup_num_steps", 1000, "scheduler.warmup = 1000")
 
 
 def _top(t: Translation, lr: float | None, top: float) -> None:
     """The schedule's highest rate is what the optimiser is given: it overrides the other one."""
-    found = t.fields.get("optimizer")
-    if found is not None and top != lr:
-        arguments = {**dict(found.arguments), "lr": top}
-        t.fields["optimizer"] = replace(found, arguments=tuple(arguments.items()))
-        if lr is not None:
-            note = f"the schedule's warmup_max_lr overrides it: {top:g}"
-            t.tell(f"{_P}.lr", "adapted", note, f"optimizer.lr = {top:g}")
-    t.tell(f"{_S}.warmup_max_lr", "carried", "", f"optimizer.lr = {top:g}")
+    found, became = t.fields.get("optimizer"), f"optimizer.lr = {top:g}"
+    if found is None:
+        t.fields["lr"] = top
+    elif top != lr:
+        arguments = {"lr": top} | dict(found.arguments) | {"lr": top}
+        t.fields["optimizer"] = call_of(found.call, arguments)
+        note = f"the schedule's warmup_max_lr overrides it: {top:g}"
+        t.tell(f"{_P}.lr", "adapted", note, became)
+    t.tell(f"{_S}.warmup_max_lr", "carried", "", became)
 
 
 # ---- the rest ---------------------------------------------------------------------------------
-
-_LOGGERS = {"tensorboard": "tensorboard", "wandb": "wandb", "csv_monitor": "csv"}
 
 
 def _rest(t: Translation) -> None:
@@ -939,9 +973,10 @@ def _rest(t: Translation) -> None:
         t.tell("gradient_clipping", "off", "")
     if t.value("dataloader_drop_last") is not None:
         t.carry("dataloader_drop_last", "drop_last", t.value("dataloader_drop_last"))
-    loggers = tuple(name for section, name in _LOGGERS.items() if t.enabled(section))
-    if loggers:
-        t.fields["loggers"] = loggers
-    for section, name in _LOGGERS.items():
-        if name in loggers:
-            t.tell(f"{section}.enabled", "carried", "", f'loggers = ["{name}"]')
+    t.loggers(
+        {
+            "tensorboard": "tensorboard.enabled",
+            "wandb": "wandb.enabled",
+            "csv": "csv_monitor.enabled",
+        }
+    )

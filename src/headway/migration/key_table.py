@@ -59,6 +59,16 @@ class Key:
     idle: tuple[object, ...] = ()
 
 
+def named(prefix: str, names: str | Sequence[str], **facts: Any) -> tuple[Key, ...]:
+    """Keys that share their fate.
+
+    Args:
+        names: In one text, with spaces between them, or one by one.
+    """
+    each = names.split() if isinstance(names, str) else names
+    return tuple(Key(name=f"{prefix}{name}", **facts) for name in each)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Switch:
     """A section that has an effect only where its own key says so.

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from headway.migration.batch_equation import BatchEquation, solve_batch
-from headway.migration.key_table import Key, KeyTable, Switch
+from headway.migration.key_table import Key, KeyTable, Switch, named
 from headway.migration.optimizers import ADAM, ADAMW, call_of
 from headway.migration.translation import Translation
 
@@ -30,16 +30,16 @@ _FLOAT8 = "headway has no float8; bfloat16 is autocast"
 _HF = "`headway checkpoint convert` reads and writes safetensors"
 
 
-def _named(prefix: str, names: str, **facts: Any) -> tuple[Key, ...]:
-    return tuple(Key(name=f"{prefix}{name}", **facts) for name in names.split())
-
-
 _DP_REPLICATE = (
     "parallelism.data_parallel_replicate_degree",
     "training.data_parallel_replicate_degree",
 )
-_DP_SHARD = ("parallelism.data_parallel_shard_degree", "training.data_parallel_shard_degree")
-_DP = ("training.data_parallel_degree",)
+_DP_SHARD = (
+    "parallelism.data_parallel_shard_degree",
+    "training.data_parallel_shard_degree",
+    "training.data_parallel_degree",
+)
+_RESHARD = ("parallelism.fsdp_reshard_after_forward", "training.fsdp_reshard_after_forward")
 _TP = ("parallelism.tensor_parallel_degree", "training.tensor_parallel_degree")
 _PP = (
     "parallelism.pipeline_parallel_degree",
@@ -56,6 +56,10 @@ _SPLIT_POINTS = (
     "parallelism.pipeline_parallel_split_points",
     "experimental.pipeline_parallel_split_points",
 )
+_MICROBATCHES = (
+    "parallelism.pipeline_parallel_microbatches",
+    "experimental.pipeline_parallel_microbatches",
+)
 _SCHEDULE = (
     "parallelism.pipeline_parallel_schedule",
     "experimental.pipeline_parallel_schedule",
@@ -71,10 +75,10 @@ TABLE = KeyTable(
         Switch(section="memory_estimation", keys=("enable", "enabled")),
     ),
     keys=(
-        *_named("job.", "config_file description dump_folder", note=_RUN),
-        *_named(
+        *named("job.", "config_file description dump_folder", note=_RUN),
+        *named(
             "job.",
-            "print_args print_config save_config_file use_for_integration_test",
+            "print_args print_config save_config_file save_config_folder use_for_integration_test",
             note="the run directory holds recipe and plan",
         ),
         Key(
@@ -83,30 +87,30 @@ TABLE = KeyTable(
             note="a recipe is Python or TOML; write what it adds there",
         ),
         # Model and data
-        *_named("model.", "name flavor", kind="text", fate="lost", note=_MODEL),
+        *named("model.", "name flavor", kind="text", fate="lost", note=_MODEL),
         Key(
             name="model.hf_assets_path",
             fate="lost",
             note="weights = DIRECTORY starts from a model that `save_pretrained` has written",
         ),
         Key(name="model.tokenizer_path", fate="lost", note=_DATA),
-        *_named(
+        *named(
             "model.",
             "norm_type use_flex_attn attn_mask_type print_after_conversion",
             fate="lost",
             note=_MODEL,
         ),
         Key(name="model.converters", fate="lost", note=_FLOAT8),
-        *_named("training.", "dataset dataset_path", fate="lost", note=_DATA),
+        *named("training.", "dataset dataset_path", fate="lost", note=_DATA),
         Key(name="training.seq_len", kind="whole", fate="carried", field="tokens_per_sample"),
         Key(name="training.dataloader.num_workers", kind="whole", fate="carried", field="workers"),
-        *_named(
+        *named(
             "training.dataloader.",
             "persistent_workers pin_memory prefetch_factor",
             note="headway starts and feeds its loader processes itself",
         ),
         # Batch and length
-        *_named(
+        *named(
             "training.",
             "local_batch_size batch_size",
             kind="whole",
@@ -152,7 +156,7 @@ TABLE = KeyTable(
             idle=(False,),
             note="headway keeps all state in the memory of the device; use more ranks",
         ),
-        *_named(
+        *named(
             "training.",
             "gc_freq gc_debug",
             note="Python collects garbage as it likes; it has no setting here",
@@ -180,9 +184,10 @@ TABLE = KeyTable(
             idle=("fsdp",),
             note="zero = 0 is ddp",
         ),
-        *_named(
+        *named(
             "training.",
-            "fp8_linear enable_float8_linear enable_fsdp_float8_all_gather "
+            "fp8_linear enable_fp8_linear enable_float8_linear enable_fsdp_float8_all_gather "
+            "enable_fsdp_fp8_all_gather "
             "precompute_float8_dynamic_scale_for_fsdp float8_scaling_type_input "
             "float8_scaling_type_weight float8_scaling_type_grad_output",
             fate="lost",
@@ -190,37 +195,23 @@ TABLE = KeyTable(
             idle=(False, ""),
         ),
         # Parallelism
-        *(
-            Key(
-                name=name,
-                kind="whole",
-                fate="adapted",
-                field="shards",
-                note="copies of the ranks that keep the state together",
-            )
-            for name in _DP_REPLICATE
+        *named(
+            "",
+            _DP_REPLICATE,
+            kind="whole",
+            fate="adapted",
+            field="shards",
+            note="copies of the ranks that keep the state together",
         ),
-        *(
-            Key(
-                name=name,
-                kind="whole",
-                fate="adapted",
-                field="zero",
-                note="zero = 3 over so many ranks; -1: over all that are left",
-            )
-            for name in _DP_SHARD
-        ),
-        Key(
-            name="training.data_parallel_degree",
+        *named(
+            "",
+            _DP_SHARD,
             kind="whole",
             fate="adapted",
             field="zero",
             note="zero = 3 over so many ranks; -1: over all that are left",
         ),
-        *(
-            Key(name=name, kind="whole", fate="carried", field="split.tensor", idle=(1,))
-            for name in _TP
-        ),
+        *named("", _TP, kind="whole", fate="carried", field="split.tensor", idle=(1,)),
         Key(
             name="training.sequence_parallel_degree",
             kind="whole",
@@ -228,26 +219,29 @@ TABLE = KeyTable(
             idle=(1,),
             note="the first releases' tensor parallelism; write split.tensor = [N]",
         ),
-        *(Key(name=name, kind="whole", fate="carried", field="stages", idle=(1,)) for name in _PP),
-        *(Key(name=name, kind="whole", fate="lost", note=_CONTEXT, idle=(1,)) for name in _CP),
-        *_named(
-            "parallelism.",
-            "context_parallel_rotate_method context_parallel_load_balancer",
+        *named("", _PP, kind="whole", fate="carried", field="stages", idle=(1,)),
+        *named("", _CP, kind="whole", fate="lost", note=_CONTEXT, idle=(1,)),
+        *named(
+            "",
+            "parallelism.context_parallel_rotate_method parallelism.context_parallel_load_balancer "
+            "experimental.context_parallel_rotate_method",
             note="it is part of splitting sequences",
         ),
-        Key(
-            name="parallelism.fsdp_reshard_after_forward",
+        *named(
+            "",
+            _RESHARD,
             kind="text",
             fate="adapted",
             field="zero",
             note="always: zero = 3; never: zero = 2; default: 3, and 2 with stages",
         ),
-        *_named(
+        *named(
             "",
-            "parallelism.disable_loss_parallel training.enable_loss_parallel",
+            "parallelism.disable_loss_parallel training.disable_loss_parallel "
+            "training.enable_loss_parallel",
             note="logits are gathered before the loss",
         ),
-        *_named(
+        *named(
             "",
             "parallelism.enable_async_tensor_parallel experimental.enable_async_tensor_parallel "
             "parallelism.enable_compiled_autograd experimental.enable_compiled_autograd",
@@ -255,26 +249,22 @@ TABLE = KeyTable(
             note="split layers exchange between operators",
             idle=(False,),
         ),
-        *(
-            Key(name=name, kind="text", fate="carried", field="pipeline.schedule")
-            for name in _SCHEDULE
-        ),
-        *_named(
+        *named("", _SCHEDULE, kind="text", fate="carried", field="pipeline.schedule"),
+        *named(
             "",
-            "parallelism.pipeline_parallel_schedule_csv",
+            "parallelism.pipeline_parallel_schedule_csv "
+            "experimental.pipeline_parallel_schedule_csv",
             kind="text",
             fate="lost",
             note="`headway train RECIPE --schedule TABLE.csv` runs a table of torch's form",
         ),
-        *(
-            Key(
-                name=name,
-                kind="list",
-                fate="adapted",
-                field="pipeline.cut",
-                note="names of the modules with which the second and later stages begin",
-            )
-            for name in _SPLIT_POINTS
+        *named(
+            "",
+            _SPLIT_POINTS,
+            kind="list",
+            fate="adapted",
+            field="pipeline.cut",
+            note="names of the modules with which the second and later stages begin",
         ),
         Key(
             name="parallelism.pipeline_parallel_microbatch_size",
@@ -282,8 +272,9 @@ TABLE = KeyTable(
             fate="carried",
             field="microbatch",
         ),
-        Key(
-            name="experimental.pipeline_parallel_microbatches",
+        *named(
+            "",
+            _MICROBATCHES,
             kind="whole",
             fate="carried",
             field="pipeline.microbatches",
@@ -293,7 +284,7 @@ TABLE = KeyTable(
             kind="text",
             note="the model is cut where pipeline.cut or its parameters say",
         ),
-        *_named(
+        *named(
             "parallelism.",
             "pipeline_parallel_layers_per_stage pipeline_parallel_first_stage_less_layers "
             "pipeline_parallel_last_stage_less_layers module_fqns_per_model_part",
@@ -301,7 +292,7 @@ TABLE = KeyTable(
             note="stages of equal numbers of parameters, or of equal time with "
             'pipeline.balance = "time"; pipeline.cut names the modules',
         ),
-        *_named(
+        *named(
             "parallelism.",
             "expert_parallel_degree expert_tensor_parallel_degree",
             kind="whole",
@@ -309,30 +300,30 @@ TABLE = KeyTable(
             note=_EXPERT,
             idle=(1,),
         ),
-        *_named(
+        *named(
             "parallelism.",
             "expert_parallel_comm_backend pipeline_parallel_expert_parallel_overlap "
             "expert_parallel_a2a_impl",
             note="it is part of expert parallelism",
         ),
         Key(name="experimental.torch_spmd", kind="flag", fate="lost", note=_MODEL, idle=(False,)),
-        *_named(
+        *named(
             "experimental.",
-            "custom_import custom_args_module",
+            "custom_import custom_args_module custom_model_path",
             fate="lost",
             note=_MODEL,
             idle=("",),
         ),
         # Optimiser and schedule
         Key(name="optimizer.name", kind="text", fate="carried", field="optimizer"),
-        *_named(
+        *named(
             "optimizer.",
             "lr beta1 beta2 eps weight_decay",
             kind="number",
             fate="carried",
             field="optimizer",
         ),
-        *_named(
+        *named(
             "optimizer.",
             "implementation fused",
             note="it chooses an implementation of the same optimiser",
@@ -355,7 +346,7 @@ TABLE = KeyTable(
             field="scheduler.decay_ratio",
         ),
         Key(name="lr_scheduler.decay_type", kind="text", fate="carried", field="scheduler.shape"),
-        *_named(
+        *named(
             "lr_scheduler.",
             "min_lr_factor lr_min",
             kind="number",
@@ -363,15 +354,13 @@ TABLE = KeyTable(
             field="scheduler.end",
         ),
         # Checkpoints, validation, records
-        *(
-            Key(
-                name=name,
-                kind="flag",
-                fate="carried",
-                field="checkpoint_every",
-                note="headway always writes one at the end",
-            )
-            for name in _CHECKPOINT
+        *named(
+            "",
+            _CHECKPOINT,
+            kind="flag",
+            fate="carried",
+            field="checkpoint_every",
+            note="headway always writes one at the end",
         ),
         Key(name="checkpoint.interval", kind="whole", fate="carried", field="checkpoint_every"),
         Key(
@@ -382,16 +371,18 @@ TABLE = KeyTable(
             note="steps only",
         ),
         Key(name="checkpoint.keep_latest_k", kind="whole", fate="carried", field="checkpoint_keep"),
-        *_named("checkpoint.", "folder create_seed_checkpoint", note=_RUN),
+        *named("checkpoint.", "folder create_seed_checkpoint", note=_RUN),
         Key(
             name="checkpoint.async_mode",
             kind="text",
             note="checkpoints are always written while training goes on",
         ),
-        *_named(
+        *named(
             "checkpoint.",
             "export_dtype last_save_model_only last_save_in_hf model_weights_only "
-            "initial_load_in_hf initial_load_in_hf_quantized initial_load_model_only",
+            "initial_load_in_hf initial_load_in_hf_quantized initial_load_model_only "
+            "initial_load_model_weights_only last_save_model_weights_only "
+            "last_save_in_safetensors_format",
             note=_HF,
         ),
         Key(
@@ -399,19 +390,19 @@ TABLE = KeyTable(
             fate="lost",
             note="weights = FILE starts from a model, --resume continues a run; " + _HF,
         ),
-        *_named(
+        *named(
             "checkpoint.",
             "load_step exclude_from_loading load_only",
             fate="lost",
             note="a run continues from its newest checkpoint; weights_only chooses tensors",
             idle=(-1, False),
         ),
-        *_named(
+        *named(
             "checkpoint.",
             "enable_first_step_checkpoint enable_ft_dataloader_checkpoints",
             note="a run that dies before its first checkpoint begins again",
         ),
-        *_named(
+        *named(
             "validation.",
             "enable enabled",
             kind="flag",
@@ -433,7 +424,7 @@ TABLE = KeyTable(
             kind="whole",
             note="validation uses the micro-batches of training",
         ),
-        *_named(
+        *named(
             "validation.",
             "dataset dataset_path seq_len dataloader.*",
             fate="lost",
@@ -449,14 +440,19 @@ TABLE = KeyTable(
         Key(
             name="metrics.enable_wandb", kind="flag", fate="carried", field="loggers", idle=(False,)
         ),
-        *_named(
+        *named(
             "metrics.",
             "log_freq disable_color_printing enable_color_printing save_tb_folder rank_0_only "
+            "disable_logging_from_checkpoint "
             "save_for_all_ranks",
             note="every step is recorded, by rank 0",
         ),
         Key(name="profiling.*", note="--trace-steps N: a timeline every N steps"),
-        Key(name="memory_estimation.*", note="`headway plan RECIPE --cluster C` shows the memory"),
+        *named(
+            "",
+            "memory_estimation.* estimate.*",
+            note="`headway plan RECIPE --cluster C` shows the memory",
+        ),
         Key(
             name="activation_checkpoint.mode",
             kind="text",
@@ -468,9 +464,16 @@ TABLE = KeyTable(
         Key(name="activation_checkpoint.*", note="it is part of activation checkpointing"),
         Key(name="compile.enable", kind="flag", fate="lost", note=_COMPILE, idle=(False,)),
         Key(name="compile.*", note="it is part of compiling"),
-        *_named("", "float8.* mx.* quantize.*", fate="lost", note=_FLOAT8),
+        Key(
+            name="float8.enable_float8_linear",
+            kind="flag",
+            fate="lost",
+            note=_FLOAT8,
+            idle=(False,),
+        ),
+        *named("", "float8.* mx.* quantize.*", note="it is part of float8, which headway has not"),
         # Communication and faults
-        *_named(
+        *named(
             "comm.",
             "init_timeout_seconds train_timeout_seconds",
             kind="whole",
@@ -478,7 +481,7 @@ TABLE = KeyTable(
             field="timeout",
             note="headway train --timeout: one for all waits, the longer of the two",
         ),
-        *_named(
+        *named(
             "comm.",
             "trace_buf_size save_traces_folder save_traces_file_prefix",
             note="a wait that ends names the rank that is missing",
@@ -497,14 +500,15 @@ TABLE = KeyTable(
             "workers are started again (--restarts)",
         ),
         Key(name="debug.seed", kind="whole", fate="carried", field="seed"),
-        *_named(
+        *named(
             "debug.",
             "deterministic deterministic_warn_only",
             note="sample order and random numbers depend on the seed alone; of a GPU's "
             "kernels torch.use_deterministic_algorithms decides",
         ),
-        Key(
-            name="debug.moe_force_load_balance",
+        *named(
+            "",
+            "debug.moe_force_load_balance training.debug_moe_force_load_balance",
             kind="flag",
             fate="lost",
             note=_MODEL,
@@ -536,28 +540,22 @@ def _parallel(t: Translation, processes: int | None) -> int | None:
     """Translate the degrees; returns the number of shares of the batch."""
     tensor, pipe = t.whole(*_TP) or 1, t.whole(*_PP) or 1
     context, copies = t.whole(*_CP) or 1, t.whole(*_DP_REPLICATE) or 1
-    shard_names = (*_DP_SHARD, *_DP)
-    shards = t.value(*shard_names)
+    key, shards = t.named(*_DP_SHARD), t.value(*_DP_SHARD)
     shards = -1 if shards is None else int(shards)
     if shards == 0 or shards < -1:
-        t.problem(t.named(*shard_names), f"{shards} is neither -1 nor at least 1")
+        t.problem(key, f"{shards} is neither -1 nor at least 1")
         return None
     rest = copies * tensor * pipe * context
     if shards == -1 and processes is not None:
         if processes % rest:
-            t.problem(
-                t.named(*shard_names),
-                f"{processes} processes are no multiple of the other degrees, {rest}",
-            )
+            t.problem(key, f"{processes} processes are no multiple of the other degrees, {rest}")
             return None
         shards = processes // rest
     if shards == -1:
-        t.tell(t.named(*shard_names), "lost", "over all that are left: say --processes")
+        t.tell(key, "lost", "over all that are left: say --processes")
     elif processes is not None and processes != rest * shards:
-        t.problem(
-            t.named(*shard_names),
-            f"the degrees are {rest * shards} processes, and --processes says {processes}",
-        )
+        said = f"the degrees are {rest * shards} processes, and --processes says {processes}"
+        t.problem(key, said)
         return None
     else:
         t.fields["processes"] = rest * shards
@@ -570,12 +568,11 @@ def _parallel(t: Translation, processes: int | None) -> int | None:
 
 
 def _sharding(t: Translation, shards: int, copies: int, pipe: int, context: int) -> None:
-    names = (*_DP_SHARD, *_DP)
-    key = "parallelism.fsdp_reshard_after_forward"
+    key, shard_key = t.named(*_RESHARD), t.named(*_DP_SHARD)
     policy = t.word(key, ("default", "always", "never"))
     over = shards * context if shards > 0 else -1
     if over == 1:
-        t.tell(t.named(*names), "carried", "", "zero = 0: not sharded")
+        t.tell(shard_key, "carried", "", "zero = 0: not sharded")
         t.tell(t.named(*_DP_REPLICATE), "carried", "", f"{copies} copies")
         return
     zero = 2 if policy == "never" or (policy in (None, "default") and pipe > 1) else 3
@@ -588,8 +585,8 @@ def _sharding(t: Translation, shards: int, copies: int, pipe: int, context: int)
     elif copies == 1:
         t.tell(t.named(*_DP_REPLICATE), "off", "")
     if over > 0:
-        t.tell(t.named(*names), "carried", "", became)
-    t.default(t.named(*names), -1, became)
+        t.tell(shard_key, "carried", "", became)
+    t.default(shard_key, -1, became)
     t.tell(key, "carried", "", f"zero = {zero}")
 
 
@@ -600,7 +597,7 @@ def _batch(t: Translation, copies: int | None, given: int | None) -> None:
     local = t.whole(*_LOCAL)
     if local is None:
         local = 8
-        t.default("training.local_batch_size", 8, "batch")
+        t.default("training.local_batch_size", 8, "batch and microbatch")
     whole = t.value("training.global_batch_size")
     whole = None if whole is None or whole == -1 else t.whole("training.global_batch_size")
     if given is not None and whole is not None and given != whole:
@@ -612,6 +609,10 @@ def _batch(t: Translation, copies: int | None, given: int | None) -> None:
     except ValueError as error:
         t.problem(t.named(*_LOCAL), str(error))
         return
+    context = t.whole(*_CP) or 1
+    if found.batch is not None and copies and found.batch < copies * context:
+        said = f"{copies * context} ranks would take shares of {found.batch} samples: say --batch"
+        t.problem(t.named(*_CP), f"{_CONTEXT}: {said}")
     if found.batch is None:
         t.tell(t.named(*_LOCAL), "lost", f"{found}: say how many with --processes")
     else:
@@ -624,13 +625,12 @@ def _batch(t: Translation, copies: int | None, given: int | None) -> None:
 
 
 def _pipeline(t: Translation, found: BatchEquation) -> None:
-    count = t.whole("experimental.pipeline_parallel_microbatches")
+    count = t.whole(*_MICROBATCHES)
     size = t.whole("parallelism.pipeline_parallel_microbatch_size")
     if count is not None:
         passes = count * (found.accumulation or 1)
         note = f"{count} x {found.accumulation}" if (found.accumulation or 1) > 1 else ""
-        name = "experimental.pipeline_parallel_microbatches"
-        t.carry(name, "pipeline.microbatches", passes, note)
+        t.carry(t.named(*_MICROBATCHES), "pipeline.microbatches", passes, note)
     else:
         if size is None:
             size = 1
@@ -641,6 +641,9 @@ def _pipeline(t: Translation, found: BatchEquation) -> None:
     if points and all(isinstance(point, str) for point in points):
         note = "the same names, of your model's modules"
         t.carry(t.named(*_SPLIT_POINTS), "pipeline.cut", tuple(points), note)
+        each, rest = divmod(len(points) + 1, t.fields["stages"])
+        if each > 1 and not rest:
+            t.fields["pipeline.virtual"] = each
     elif points:
         t.problem(t.named(*_SPLIT_POINTS), f"{points} are not names of modules")
 
@@ -693,19 +696,14 @@ def _run(t: Translation) -> None:
         t.default("training.max_norm", clip, "clip = 1.0")
     if clip > 0:
         t.carry("training.max_norm", "clip", clip)
-    kind = t.word("training.mixed_precision_param", ("bfloat16", "float32"))
-    if kind is None:
-        kind = "bfloat16"
-        t.default("training.mixed_precision_param", kind, 'precision = "bfloat16"', "autocast")
-    t.carry(
-        "training.mixed_precision_param",
-        "precision",
-        kind,
-        "" if kind == "float32" else "autocast; parameters stay float32",
-    )
+    else:
+        t.tell("training.max_norm", "lost", "it makes all gradients 0; the recipe does not clip")
+    _precision(t)
     seed = t.whole(*_SEED, least=0)
     if seed is not None:
         t.carry(t.named(*_SEED), "seed", seed)
+    elif not any(t.has(name) for name in _SEED):
+        t.default(_SEED[0], None, "seed = 0", "torchtitan draws another one in each run")
     length = t.whole("training.seq_len")
     if length is None:
         length = 2048
@@ -723,6 +721,23 @@ def _run(t: Translation) -> None:
             t.tell("activation_checkpoint.mode", "lost", _SAC)
     elif mode is None:
         t.default("activation_checkpoint.mode", "selective", "", _SAC)
+
+
+def _precision(t: Translation) -> None:
+    name = "training.mixed_precision_param"
+    kind = t.word(name, ("bfloat16", "float32"))
+    split = t.fields.get("stages") or t.fields.get("split.tensor")
+    if kind != "float32" and split and not t.fields.get("zero"):
+        t.fields["precision"] = "float32"
+        note = "with stages or split layers torchtitan needs sharding for it, and computes in"
+        t.tell(name, "adapted", f"{note} float32", 'precision = "float32"')
+        t.default(name, "bfloat16", 'precision = "float32"', f"{note} float32")
+        return
+    if kind is None:
+        kind = "bfloat16"
+        t.default(name, kind, 'precision = "bfloat16"', "autocast")
+    note = "" if kind == "float32" else "autocast; parameters stay float32"
+    t.carry(name, "precision", kind, note)
 
 
 def _waits(t: Translation) -> None:
@@ -751,7 +766,7 @@ def _optimizer(t: Translation) -> None:
     for name, default in _ADAM.items():
         said = t.positive(f"optimizer.{name}")
         if said is None:
-            t.default(f"optimizer.{name}", default, f"optimizer.{_argument(name)}")
+            t.default(f"optimizer.{name}", default, f"optimizer.{_argument(name)} = {default}")
         elif name.startswith("beta") and said >= 1:
             t.problem(f"optimizer.{name}", f"{said} is not a number from 0 to below 1")
         numbers[name] = default if said is None else said
@@ -782,7 +797,8 @@ def _scheduler(t: Translation) -> None:
         )
     if warmup is None:
         warmup = 200
-        t.default("lr_scheduler.warmup_steps", warmup, "scheduler.warmup")
+        became = f"scheduler.warmup = {min(warmup, steps)}"
+        t.default("lr_scheduler.warmup_steps", warmup, became)
     ratio = t.positive("lr_scheduler.decay_ratio")
     if ratio is not None and ratio > 1:
         t.problem("lr_scheduler.decay_ratio", f"{ratio} is not a number from 0 to 1")
@@ -805,7 +821,7 @@ def _scheduler(t: Translation) -> None:
     ):
         t.tell(name, "carried", "", became)
     if shape is None:
-        t.default("lr_scheduler.decay_type", "linear", "scheduler.shape")
+        t.default("lr_scheduler.decay_type", "linear", 'scheduler.shape = "linear"')
 
 
 # ---- records ----------------------------------------------------------------------------------
@@ -814,16 +830,19 @@ def _scheduler(t: Translation) -> None:
 def _records(t: Translation, copies: int | None) -> None:
     if t.enabled("checkpoint"):
         every = t.whole("checkpoint.interval") or 500
+        t.default("checkpoint.interval", every, f"checkpoint_every = {every}")
         t.carry("checkpoint.interval", "checkpoint_every", every)
         t.tell(t.named(*_CHECKPOINT), "carried", "", f"checkpoint_every = {every}")
         keep = t.whole("checkpoint.keep_latest_k", least=0)
         if keep == 0:
             note = "all are kept there; checkpoint_keep says how many stay here"
             t.tell("checkpoint.keep_latest_k", "lost", note)
-        elif keep is not None:
-            t.carry("checkpoint.keep_latest_k", "checkpoint_keep", keep)
+        else:
+            t.default("checkpoint.keep_latest_k", 10, "checkpoint_keep = 10")
+            t.carry("checkpoint.keep_latest_k", "checkpoint_keep", keep or 10)
     if t.enabled("validation"):
         every = t.whole("validation.freq") or 10
+        t.default("validation.freq", every, f"validate_every = {every}")
         t.carry("validation.freq", "validate_every", every)
         became = f"validate_every = {every}"
         name = t.named("validation.enable", "validation.enabled")
@@ -836,10 +855,4 @@ def _records(t: Translation, copies: int | None) -> None:
                 t.carry("validation.steps", "validation_samples", steps * size, note)
             else:
                 t.tell("validation.steps", "lost", "in samples: say --processes")
-    loggers = tuple(
-        name for name in ("tensorboard", "wandb") if t.value(f"metrics.enable_{name}") is True
-    )
-    if loggers:
-        t.fields["loggers"] = loggers
-    for name in loggers:
-        t.tell(f"metrics.enable_{name}", "carried", "", f'loggers = ["{name}"]')
+    t.loggers({name: f"metrics.enable_{name}" for name in ("tensorboard", "wandb")})
