@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from headway.comparison.changed_lines import changed_lines
@@ -53,8 +55,11 @@ def test_a_cell_is_the_median_of_its_rounds_and_ratios_are_within_rounds():
     assert (ratio.value, ratio.low, ratio.high) == (2.0, 2.0, 2.5)
     # The step that warms up is part of the time of training, not of a step's.
     assert ours.times == (0.0, 9.0, 11.0)
-    assert ours.seconds_to(1.0) == 9.0
-    assert ours.seconds_to(0.1) is None
+    assert ours.to_target is None
+    assert replace(ours, target=1.0).to_target == 9.0
+    assert replace(ours, target=0.99992).to_target == 9.0  # four digits
+    assert replace(ours, target=0.9998).to_target == 11.0
+    assert replace(ours, target=0.1).to_target is None
 
 
 def test_sentences_take_their_numbers_from_the_cells():

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import headway.horovod as hvd
+from headway.horovod import mpi_ops
 from support.ranks import ranks
 
 STEPS = 6
@@ -85,7 +86,7 @@ def test_states_are_kept_and_those_of_rank_0(world, tmp_path):
     sampler = hvd.elastic.ElasticSampler(range(8), shuffle=False)
     file = world.directory / "commit"
     arguments = {"sampler": sampler, "batch": me, "listed": [me]}
-    state = hvd.elastic.TorchState(model, optimizer, file, **arguments)
+    state = hvd.elastic.TorchState(model, optimizer, commit_file=file, **arguments)
     sampler.record_batch(0, 1)
     state.sync()
     assert (state.batch, state.listed, sampler.processed_num) == (0, [0], 2)
@@ -110,13 +111,65 @@ def test_states_are_kept_and_those_of_rank_0(world, tmp_path):
     # A process that was started anew begins with the file.
     model, optimizer = fresh()
     sampler = hvd.elastic.ElasticSampler(range(8), shuffle=False)
-    again = hvd.elastic.TorchState(model, optimizer, file, sampler=sampler, batch=0, listed=[])
+    again = hvd.elastic.TorchState(
+        model, optimizer, commit_file=file, sampler=sampler, batch=0, listed=[]
+    )
     again.sync()
     assert (again.batch, again.listed, again.sampler.processed_num) == (5, [0], 2)
     assert model.weight.equal(weight[:2])
     plain = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, number=me)
     plain.sync()
     assert plain.number == 0
+    # A second way by the names of Horovod's module: they are the same.
+    for name in set(mpi_ops.__all__):
+        assert getattr(mpi_ops, name) is getattr(hvd, name)
+    hvd.shutdown()
+
+
+class Counter(hvd.elastic.State):
+    """A state of one's own: a number that is kept elsewhere."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = self.kept = value
+
+    def save(self):
+        self.kept = self.value
+
+    def restore(self):
+        self.value = self.kept
+
+    def sync(self):
+        self.value = self.kept = hvd.broadcast_object(self.value, 0)
+
+
+@ranks(2)
+def test_a_state_and_a_reset_of_ones_own(world):
+    """After a change of hosts that leaves the state alone nothing is sent; `run_fn` meets anew."""
+    hvd.elastic.init()
+    me = hvd.rank()
+    state, resets = Counter(10 * me), []
+
+    def meet():
+        resets.append(state.value)
+        hvd.elastic.shutdown()
+        assert not hvd.is_initialized()
+        hvd.elastic.init()
+
+    def train(state, last, *, added=0):
+        while state.value < last:
+            state.value += 1
+            if state.value == 2:
+                state.commit()
+            if not resets and state.value == 3:
+                raise hvd.HorovodInternalError
+            if len(resets) == 1 and state.value == 4:
+                state.value += me
+                raise hvd.HostsUpdatedInterrupt(skip_sync=True)
+        return state.value + added
+
+    assert hvd.elastic.run_fn(train, meet)(state, 7, added=100) == 107
+    assert resets == [2, 4 + me]
     hvd.shutdown()
 
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import signal
 from contextlib import contextmanager
 
 import numpy as np
@@ -104,6 +105,72 @@ def test_allreduce(world):
                 hvd.allreduce(values, op=hvd.Sum, prescale_factor=1.7, postscale_factor=0.3),
                 expected,
             )
+
+
+@ranks(3)
+def test_every_form_of_an_operation(world):
+    """Asynchronous, in place and in groups, of all ranks and of some: the values of one process."""
+    with session(process_sets=[hvd.ProcessSet([0, 2])]):
+        for chosen in (hvd.global_process_set, hvd.process_set_by_id(1)):
+            if not chosen.included():
+                continue
+            members, place = chosen.ranks, chosen.rank()
+            facts = {"process_set": chosen}
+            for shape, dtype in itertools.product(
+                ((6,), (6, 2), (6, 2, 3)), (torch.int64, torch.float32, torch.float64)
+            ):
+                pairs = [[of(rank, shape, dtype, seed) for seed in (1, 2)] for rank in members]
+                totals = [sum(both) for both in zip(*pairs, strict=True)]
+                whole = [torch.cat(both) for both in zip(*pairs, strict=True)]
+                rows = len(totals[0]) // len(members)
+                parts = [total.split(rows)[place] for total in totals]
+                gathers = {**facts, "name": f"{shape}{dtype}"}
+                reductions = {**gathers, "op": hvd.Sum}
+
+                def own(pairs=pairs, place=place):
+                    return [tensor.clone() for tensor in pairs[place]]
+
+                def check(found, expected, given=None, dtype=dtype):
+                    if not isinstance(found, torch.Tensor | list | tuple):
+                        assert hvd.poll(found) in (True, False)
+                        found = hvd.synchronize(found)
+                    if isinstance(expected, torch.Tensor):
+                        found, expected = [found], [expected]
+                    for one, other in zip(found, expected, strict=True):
+                        close(one, other, 1e-6 if dtype == torch.float32 else 1e-12)
+                    for one, held in zip(found, given or [], strict=False):
+                        assert one is held
+
+                for function in (hvd.allreduce, hvd.allreduce_async):
+                    check(function(own()[0], **reductions), totals[0])
+                for function in (hvd.allreduce_, hvd.allreduce_async_):
+                    given = own()
+                    check(function(given[0], **reductions), totals[0], given)
+                for function in (hvd.grouped_allreduce, hvd.grouped_allreduce_async):
+                    check(function(own(), **reductions), totals)
+                for function in (hvd.grouped_allreduce_, hvd.grouped_allreduce_async_):
+                    given = own()
+                    check(function(given, **reductions), totals, given)
+                for function in (hvd.allgather, hvd.allgather_async):
+                    check(function(own()[0], **gathers), whole[0])
+                for function in (hvd.grouped_allgather, hvd.grouped_allgather_async):
+                    check(function(own(), **gathers), whole)
+                for function in (hvd.reducescatter, hvd.reducescatter_async):
+                    check(function(own()[0], **reductions), parts[0])
+                for function in (hvd.grouped_reducescatter, hvd.grouped_reducescatter_async):
+                    check(function(own(), **reductions), parts)
+                for root in members:
+                    sent = pairs[members.index(root)][0]
+                    for function in (hvd.broadcast, hvd.broadcast_async):
+                        check(function(own()[0], root, **gathers), sent)
+                    for function in (hvd.broadcast_, hvd.broadcast_async_):
+                        given = own()
+                        check(function(given[0], root, **gathers), sent, given)
+                received = torch.cat([pair[0].split(rows)[place] for pair in pairs])
+                check(hvd.alltoall(own()[0], **gathers), received)
+                counts = torch.full((len(members),), rows, dtype=torch.int32)
+                check(hvd.alltoall_async(own()[0], counts, **gathers), [received, counts])
+                check(hvd.alltoall(own()[0], counts.tolist(), **gathers), [received, counts])
 
 
 @ranks(3)
@@ -386,18 +453,22 @@ def test_errors_reach_all_ranks(world):
                 refused("no rows", lambda gather=gather: gather(torch.ones(())), kind)
             refused("op is", lambda: hvd.allreduce(two, op=17), kind)
             refused("cannot MAX", lambda: hvd.reducescatter(three, op=hvd.Max), kind)
+            refused("cannot be divided", lambda: hvd.alltoall(torch.ones(4)), kind)
+            refused(
+                "rank 1: the splits are 6 rows",
+                lambda: hvd.alltoall(three, splits=torch.tensor([1 + odd] * 3)),
+                kind,
+            )
+            for splits in (torch.ones(3), torch.ones(2).int(), torch.ones(4).int()):
+                refused("splits", lambda splits=splits: hvd.alltoall(three, splits), kind)
+            refused("supersedes", lambda: hvd.allreduce(two, average=True, op=hvd.Sum), kind)
+            refused("not registered", lambda: hvd.barrier(hvd.ProcessSet([0])), kind)
+            refused("sparse", lambda: hvd.allreduce(torch.eye(2).to_sparse()), kind)
+            refused("sparse", lambda: hvd.sparse_allreduce_async(two, "s", hvd.Sum), kind)
         refused("shapes differ", lambda: hvd.reducescatter(three if odd else two))
-        refused("cannot be divided", lambda: hvd.alltoall(torch.ones(4)), ValueError)
-        refused(
-            "rank 1: the splits are 6 rows",
-            lambda: hvd.alltoall(three, splits=torch.tensor([1 + odd] * 3)),
-            ValueError,
-        )
-        for splits in (torch.ones(3), torch.ones(2).int(), torch.ones(4).int()):
-            refused("splits", lambda splits=splits: hvd.alltoall(three, splits), ValueError)
         handle = hvd.allreduce_async(two, name="same")
-        for _ in range(2):
-            with pytest.raises(ValueError, match="same name"):
+        for kind in (ValueError, hvd.HorovodInternalError):
+            with pytest.raises(kind, match="same name"):
                 hvd.allreduce_async(two, name="same")
         close(hvd.synchronize(handle), two)
         with pytest.raises(NotImplementedError, match="power of two"):
@@ -425,6 +496,23 @@ def test_who_is_missing_is_named(world):
             return
         with pytest.raises(hvd.HorovodInternalError, match=r"rank [02] has shut Horovod down"):
             hvd.allreduce(torch.ones(2))
+
+
+@ranks(2)
+def test_a_stopped_coordinator_is_named(world):
+    """Rank 0, which alone sees who is missing, is stopped; rank 1 must not wait for it for ever."""
+    os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "0.6"
+    with session():
+        (coordinator, _) = hvd.allgather_object(os.getpid())
+        if hvd.rank() == 0:
+            os.kill(coordinator, signal.SIGSTOP)
+            return
+        try:
+            for wait in (hvd.join, lambda: hvd.allreduce(torch.ones(2))):
+                with pytest.raises(hvd.HorovodInternalError, match="rank 0 has not answered"):
+                    wait()
+        finally:
+            os.kill(coordinator, signal.SIGCONT)
 
 
 @ranks(3, mortal={2})

@@ -6,10 +6,12 @@ Each rank has its part of the batch; one process has all of it. Float64, 1e-12.
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import headway.horovod as hvd
@@ -235,6 +237,61 @@ def test_errors_and_parameters_that_come_and_go(world):
     train(reference, sgd(reference.parameters()))
     for one, other in zip(model.parameters(), reference.parameters(), strict=True):
         close(one, other)
+    hvd.shutdown()
+
+
+@ranks(3)
+def test_ranks_that_do_not_do_the_same(world):
+    """Another order of names, a layer that some do not use; a rank that is missing is named."""
+    os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "0.5"
+    hvd.init()
+    me, n = hvd.rank(), hvd.size()
+    for options in ({}, {"groups": 2}):
+        model = network()
+        own = list(model.named_parameters())
+        inner = sgd(model.parameters())
+        optimizer = hvd.DistributedOptimizer(inner, own[:: 1 - 2 * (me == 1)], **options)
+        train(model, optimizer)
+        for one, other in zip(model.parameters(), serial(sgd, n), strict=True):
+            close(one, other)
+    # A second optimizer replaces the first.
+    for _ in range(2):
+        optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+        train(model, optimizer)
+    # Sparse gradients: rank 0 has one in each step, the others in the first.
+    for make in (lambda own: torch.optim.SGD(own, lr=1.0), torch.optim.SparseAdam):
+        for dense in (False, True):
+            bag, reference = nn.Embedding(5, 2, sparse=True), nn.Embedding(5, 2, sparse=True)
+            hvd.broadcast_parameters(bag.double().state_dict(), 0)
+            reference.double().load_state_dict(bag.state_dict())
+            optimizer = hvd.DistributedOptimizer(
+                make(list(bag.parameters())), bag.named_parameters(), sparse_as_dense=dense
+            )
+            plain = make(list(reference.parameters()))
+            for users in (range(n), range(1), range(1)):
+                optimizer.zero_grad()
+                plain.zero_grad()
+                if me in users:
+                    bag(torch.tensor([me, 4])).sum().backward()
+                sum(reference(torch.tensor([user, 4])).sum() / n for user in users).backward()
+                optimizer.step()
+                plain.step()
+            close(bag.weight, reference.weight)
+    for names in (["", "", ""], ["", "other.", ""]):
+        model = network()
+        named = [(names[me] + name, parameter) for name, parameter in model.named_parameters()]
+        optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), named)
+        if me != 1 or any(names):
+            loss_of(model, batch(0, me)).backward()
+            missing = "ranks 0, 2; rank 1" if me == 1 else "rank 1; ranks 0, 2"
+            with pytest.raises(hvd.HorovodInternalError, match=f"for {missing} asked"):
+                optimizer.step()
+        dist.barrier()
+        if me == 1 and not any(names):  # is told when it comes
+            loss_of(model, batch(0, me)).backward()
+            with pytest.raises(hvd.HorovodInternalError, match="for rank 1"):
+                optimizer.step()
+        dist.barrier()
     hvd.shutdown()
 
 

@@ -15,19 +15,20 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headway import __version__
 from headway.api.emulation import read_emulation_options
 from headway.api.inputs import ClusterInput, RecipeInput, sendable_recipe
 from headway.api.plan_request import parse_duration
 from headway.api.plan_selection import MEASURE, AutoPlanSearch
 from headway.comparison.changed_lines import changed_lines
-from headway.comparison.environments import Environment, find_environment
+from headway.comparison.environments import PINNED, Environment, find_environment
 from headway.comparison.frameworks.registry import FRAMEWORKS, PLAIN, Framework
 from headway.comparison.results import INDEPENDENT, REFERENCE, Cell, SameWork
 from headway.comparison.table import (
@@ -68,6 +69,13 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("headway")
 STEPS, WARM_UP, ROUNDS, LIMIT = 30, 3, 3, "3 min"
 """Defaults."""
+REPORT = "report.html"
+PICTURES = (
+    ("time", "Time of a step"),
+    ("learning", "Statistical efficiency"),
+    ("costs", "Memory, bytes, processor time, lines"),
+)
+"""File and heading."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,6 +352,7 @@ class _Comparison:
             "frameworks": ", ".join(one.framework.name for one in self.chosen),
             "processes": ", ".join(map(str, self.counts)),
             "links": links,
+            "versions": ", ".join(_versions(self.chosen)),
             "threads": str(self.threads or "a fair share of the cores"),
             "steps": f"{self.steps} measured behind {self.warm_up} others, {rounds} rounds",
             "limit": format_seconds(self.limit),
@@ -400,7 +409,10 @@ class _Comparison:
         framework, where = contender.framework, contender.environment
         key = framework.name, count
         cell = self.cells.get(key) or Cell(
-            framework=framework.name, processes=count, batch=self.batch
+            framework=framework.name,
+            processes=count,
+            batch=self.batch,
+            target=min(self.expected[count]) if count in self.expected else None,
         )
         if cell.failure:  # it would fail again, and take its time limit each time
             return
@@ -504,6 +516,14 @@ class _Comparison:
         return self.directory / "trials" / f"{name}-{last}"
 
 
+def _versions(chosen: Sequence[_Contender]) -> Iterator[str]:
+    yield f"torch {metadata.version('torch')}"
+    yield f"headway {__version__}"
+    names = dict.fromkeys(one.framework.environment for one in chosen)
+    for pinned in (PINNED[name] for name in names if name):
+        yield f"{pinned.package} {pinned.version}"
+
+
 def _interface(emulated: EmulatedCluster | None, alone: bool) -> str:
     if alone:
         return ""
@@ -517,7 +537,6 @@ def _machine() -> dict[str, str]:
         model = found[1] if found else ""
     return {
         "machine": f"{counted(os.cpu_count() or 1, 'core')}, {model or platform.machine()}",
-        "torch": metadata.version("torch"),
         "date": datetime.now(UTC).date().isoformat(),
     }
 
@@ -531,18 +550,15 @@ def write_comparison(result: ComparisonResult) -> None:
         "lines": result.lines,
         "cells": [asdict(cell) for cell in cells],
     }
-    (directory / "compare.json").write_text(json.dumps(facts, indent=2) + "\n")
+    (directory / "compare.json").write_text(json.dumps(facts, indent=2, allow_nan=False) + "\n")
     with (directory / "compare.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, CSV_COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(csv_rows(cells, result.lines))
     pictures = []
     points = [_point(cell, result.lines) for cell in cells if cell.measured]
-    for name, heading, draw in (
-        ("time", "Time of a step", time_picture),
-        ("learning", "Statistical efficiency", learning_picture),
-        ("costs", "Memory, bytes, processor time, lines", cost_picture),
-    ):
+    drawings = (time_picture, learning_picture, cost_picture)
+    for (name, heading), draw in zip(PICTURES, drawings, strict=True):
         svg = draw(points)
         pictures.append((heading, svg))
         (directory / f"{name}.svg").write_text(stack_svg([(heading, svg)]), encoding="utf-8")
@@ -555,7 +571,7 @@ def write_comparison(result: ComparisonResult) -> None:
         hindrances=[*hindrances(cells, result.model_bytes)],
         lines=result.lines,
     )
-    (directory / "report.html").write_text(page, encoding="utf-8")
+    (directory / REPORT).write_text(page, encoding="utf-8")
 
 
 def _point(cell: Cell, lines: dict[str, tuple[str, ...]]) -> FrameworkPoint:

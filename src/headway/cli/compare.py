@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from headway.api.comparison import LIMIT, ROUNDS, STEPS, WARM_UP
+from headway.api.comparison import LIMIT, REPORT, ROUNDS, STEPS, WARM_UP, ComparisonResult
 from headway.api.comparison import compare as compare_frameworks
+from headway.api.framework_evaluation import FrameworkEvaluation, evaluate_frameworks
 from headway.cli.terminal.console import note, parse_option, say, say_json, table_lines
 from headway.comparison.environments import Installed, install_environments
 from headway.comparison.table import HEADINGS, headway_sentences, table_rows
@@ -20,6 +22,7 @@ def compare(
     recipe: str = "",
     /,
     *,
+    paper: Annotated[bool, Parameter(negative="")] = False,
     install: str = "",
     frameworks: Annotated[str, Parameter(name="--with")] = "",
     processes: Annotated[str, Parameter(alias="-n")] = "",
@@ -38,6 +41,7 @@ def compare(
 
     Args:
         recipe: A recipe.toml, module:function that returns a Recipe, or a bundled workload's name.
+        paper: Instead of a recipe: a GPT on text and a ResNet on images, and a page about both.
         frameworks: Such as ddp,fsdp2,headway,headway-auto; an adapter of your own is module:Class.
             By default all that are installed.
         install: Make the environments of these frameworks, or all, first; without a recipe that is
@@ -54,15 +58,20 @@ def compare(
         directory: By default the next free runs/compare-NAME-001.
     """
     missing = _install(install, environments) if install else 0
-    if not recipe:
+    if not recipe and not paper:
         if install:
             return 1 if missing else 0
         raise UsageError(
             "headway compare needs a recipe",
             fix="Write headway compare my_module:recipe --with ddp,headway; or --install all.",
         )
-    result = compare_frameworks(
-        recipe,
+    if paper and (recipe or overrides):
+        raise UsageError(
+            "--paper brings recipes of its own",
+            fix="Leave the recipe and --set out, or leave --paper out.",
+        )
+    run = evaluate_frameworks if paper else partial(compare_frameworks, recipe, overrides=overrides)
+    found = run(
         frameworks=_words(frameworks),
         processes=parse_option("--processes", processes, _whole_numbers),
         steps=steps,
@@ -72,21 +81,33 @@ def compare(
         threads=threads,
         emulate=emulate,
         environments=environments,
-        overrides=overrides,
         directory=directory,
     )
+    results = found.results if isinstance(found, FrameworkEvaluation) else {recipe: found}
     if json:
-        say_json(parse_json((result.directory / "compare.json").read_bytes()))
+        facts = {
+            name: parse_json((result.directory / "compare.json").read_bytes())
+            for name, result in results.items()
+        }
+        say_json(facts if paper else facts[recipe])
         return 0
+    for name, result in results.items():
+        if paper:
+            say(name)
+        _show(result)
+    page = found.page if isinstance(found, FrameworkEvaluation) else found.directory / REPORT
+    say(f"directory  {page.parent}")
+    say(f"next       open {page}")
+    return 0
+
+
+def _show(result: ComparisonResult) -> None:
     for line in table_lines([HEADINGS, *table_rows(result.cells, result.lines)]):
         say(line)
     say()
     for sentence in headway_sentences(result.cells):
         say(sentence)
     say()
-    say(f"directory  {result.directory}")
-    say(f"next       open {result.directory / 'report.html'}")
-    return 0
 
 
 def _install(names: str, folder: Path | None) -> int:

@@ -7,7 +7,6 @@ while disturbs both.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,13 +42,13 @@ class SameWork:
     Attributes:
         difference: The largest relative difference of a step's loss.
         step: The first that differs by more than four digits allow; None: none does.
-        loss: Of that step, and `expected` of the reference.
+        loss: Of that step, and `expected` of the reference; None where none differs.
     """
 
     difference: float
     step: int | None = None
-    loss: float = math.nan
-    expected: float = math.nan
+    loss: float | None = None
+    expected: float | None = None
 
     @classmethod
     def compare(cls, losses: Sequence[float], expected: Sequence[float]) -> SameWork:
@@ -84,6 +83,7 @@ class Cell:
         rounds: By the number of the round; one that failed is not there.
         failure: What ended it; "": nothing.
         work: None: it was not compared.
+        target: The loss that `to_target` is about: the lowest of the reference; None: unknown.
         predicted: Seconds of a step, where headway predicted it.
         plan: That headway chose, in words.
     """
@@ -94,6 +94,7 @@ class Cell:
     rounds: Mapping[int, TrialResult] = field(default_factory=dict)
     failure: str = ""
     work: SameWork | None = None
+    target: float | None = None
     predicted: float | None = None
     plan: str = ""
 
@@ -151,10 +152,14 @@ class Cell:
             found.append(total)
         return tuple(found)
 
-    def seconds_to(self, loss: float) -> float | None:
-        """Seconds of training until a step's loss is that low; None: it never is."""
+    @property
+    def to_target(self) -> float | None:
+        """Seconds of training until a step's loss is the target, to four digits; None: never."""
+        if self.target is None:
+            return None
+        enough = self.target + FOUR_DIGITS * abs(self.target)
         return next(
-            (t for t, one in zip(self.times, self.losses, strict=True) if one <= loss), None
+            (t for t, one in zip(self.times, self.losses, strict=True) if one <= enough), None
         )
 
     def ratio(self, other: Cell) -> Interval | None:

@@ -13,8 +13,8 @@ from headway.comparison.results import INDEPENDENT, REFERENCE, Cell, Interval
 from headway.units import counted, format_bytes, format_seconds
 
 HEADINGS = (
-    "framework", "processes", "step", "interval", "samples/s", "first step", "memory", "sent",
-    "cpu", "lines", "losses",
+    "framework", "processes", "step", "interval", "samples/s", "to loss", "first step", "memory",
+    "sent", "cpu", "lines", "losses",
 )  # fmt: skip
 _ABSENT = "-"
 _BASELINES = {REFERENCE: "the reference", INDEPENDENT: "of its own"}
@@ -28,7 +28,13 @@ def table_rows(
         written = lines.get(cell.framework)
         count = _ABSENT if written is None else str(len(written))
         if not cell.measured:
-            yield (cell.framework, str(cell.processes), *[_ABSENT] * 7, count, cell.failure)
+            yield (
+                cell.framework,
+                str(cell.processes),
+                *[_ABSENT] * (len(HEADINGS) - 4),
+                count,
+                cell.failure,
+            )
             continue
         losses = cell.failure or (
             _BASELINES[cell.framework] if cell.work is None else str(cell.work)
@@ -39,6 +45,7 @@ def table_rows(
             format_seconds(cell.step.value),
             _between(cell.step),
             f"{cell.throughput:.4g}",
+            _ABSENT if cell.to_target is None else format_seconds(cell.to_target),
             format_seconds(cell.first_step.value),
             format_bytes(cell.memory),
             _ABSENT if cell.sent is None else format_bytes(cell.sent),
@@ -64,6 +71,8 @@ def csv_rows(
                 "step_low_s": cell.step.low,
                 "step_high_s": cell.step.high,
                 "samples_per_s": cell.throughput,
+                "target_loss": "" if cell.target is None else cell.target,
+                "to_target_s": "" if cell.to_target is None else cell.to_target,
                 "first_step_s": cell.first_step.value,
                 "peak_bytes": cell.memory,
                 "sent_bytes_per_step": "" if cell.sent is None else cell.sent,
@@ -82,8 +91,8 @@ def csv_rows(
 
 CSV_COLUMNS = (
     "framework", "processes", "step_s", "step_low_s", "step_high_s", "samples_per_s",
-    "first_step_s", "peak_bytes", "sent_bytes_per_step", "cpu_s_per_step", "last_loss", "rounds",
-    "predicted_s", "lines", "losses", "failure",
+    "target_loss", "to_target_s", "first_step_s", "peak_bytes", "sent_bytes_per_step",
+    "cpu_s_per_step", "last_loss", "rounds", "predicted_s", "lines", "losses", "failure",
 )  # fmt: skip
 
 

@@ -14,23 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.horovod import mpi_ops
+from headway.horovod import operations
 from headway.horovod.basics import global_process_set, rank
 from headway.horovod.compression import Compression, Compressor
 from headway.horovod.engine.process_set import ProcessSet
-from headway.horovod.mpi_ops import Average, Sum, synchronize, which_op
+from headway.horovod.operations import Average, Sum, synchronize, which_op
 
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str | None, facts: tuple[Any, ...], *tensors: Tensor) -> Any:
         ctx.facts = facts
-        found = synchronize(mpi_ops.grouped_allreduce_async(tensors, None, name, *facts))
+        found = synchronize(operations.grouped_allreduce_async(tensors, None, name, *facts))
         return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        found = synchronize(mpi_ops.grouped_allreduce_async(grads, None, None, *ctx.facts))
+        found = synchronize(operations.grouped_allreduce_async(grads, None, None, *ctx.facts))
         return (None, None, *found)
 
 
@@ -39,15 +39,17 @@ class _AllGather(torch.autograd.Function):
     def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> Any:
         ctx.process_set = process_set
         ctx.rows = [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors]
-        return tuple(synchronize(mpi_ops.grouped_allgather_async(tensors, name, process_set)))
+        return tuple(synchronize(operations.grouped_allgather_async(tensors, name, process_set)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         mean = synchronize(
-            mpi_ops.grouped_allreduce_async(grads, None, None, Average, process_set=ctx.process_set)
+            operations.grouped_allreduce_async(
+                grads, None, None, Average, process_set=ctx.process_set
+            )
         )
         counts = torch.tensor([ctx.rows], dtype=torch.int64)
-        counts = synchronize(mpi_ops.allgather_async(counts, process_set=ctx.process_set))
+        counts = synchronize(operations.allgather_async(counts, process_set=ctx.process_set))
         place = ctx.process_set.members().index(rank())
         starts = counts[:place].sum(0).tolist()
         own = (
@@ -63,11 +65,11 @@ class _Broadcast(torch.autograd.Function):
         ctx: Any, tensor: Tensor, root: int, name: str | None, process_set: ProcessSet
     ) -> Any:
         ctx.root, ctx.process_set = root, process_set
-        return synchronize(mpi_ops.broadcast_async(tensor, root, name, process_set))
+        return synchronize(operations.broadcast_async(tensor, root, name, process_set))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        mean = synchronize(mpi_ops.allreduce_async(grads[0], process_set=ctx.process_set))
+        mean = synchronize(operations.allreduce_async(grads[0], process_set=ctx.process_set))
         return (mean if rank() == ctx.root else torch.zeros_like(mean)), None, None, None
 
 
@@ -77,7 +79,7 @@ class _AllToAll(torch.autograd.Function):
         ctx: Any, tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet
     ) -> Any:
         ctx.process_set, ctx.rows = process_set, tensor.shape[0] if tensor.dim() else 0
-        found = synchronize(mpi_ops.alltoall_async(tensor, splits, name, process_set))
+        found = synchronize(operations.alltoall_async(tensor, splits, name, process_set))
         received, counts = found
         ctx.received = counts.tolist()
         ctx.mark_non_differentiable(counts)
@@ -87,7 +89,7 @@ class _AllToAll(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         sent = grads[0].contiguous()
         back, _ = synchronize(
-            mpi_ops.alltoall_async(sent, ctx.received, process_set=ctx.process_set)
+            operations.alltoall_async(sent, ctx.received, process_set=ctx.process_set)
         )
         if back.shape[0] < ctx.rows:  # the last rows went to nobody
             rest = back.new_zeros((ctx.rows - back.shape[0], *back.shape[1:]))
@@ -105,14 +107,14 @@ class _ReduceScatter(torch.autograd.Function):
         ctx.factor = scales[0] * scales[1] * (len(process_set.members()) if op == Sum else 1)
         return tuple(
             synchronize(
-                mpi_ops.grouped_reducescatter_async(tensors, name, op, process_set, *scales)
+                operations.grouped_reducescatter_async(tensors, name, op, process_set, *scales)
             )
         )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         scaled = [grad * ctx.factor for grad in grads]
-        found = synchronize(mpi_ops.grouped_allgather_async(scaled, process_set=ctx.process_set))
+        found = synchronize(operations.grouped_allgather_async(scaled, process_set=ctx.process_set))
         return (None, None, None, None, *found)
 
 
@@ -212,7 +214,7 @@ def grouped_reducescatter(
     tensors: Sequence[Tensor],
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
-    op: int | None = None,
+    op: int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -232,7 +234,7 @@ def reducescatter(
     tensor: Tensor,
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
-    op: int | None = None,
+    op: int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,

@@ -19,7 +19,7 @@ from headway.channel.job_secret import SIGNATURE_BYTES, job_secret, sign
 from headway.errors import RunError
 from headway.horovod.basics import SESSION, global_process_set, rank
 from headway.horovod.engine.process_set import ProcessSet
-from headway.horovod.mpi_ops import (
+from headway.horovod.operations import (
     allgather_async,
     broadcast_,
     broadcast_async_,

@@ -11,6 +11,7 @@ parameters is combined with those of the others (docs/adasum.md).
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,11 +22,11 @@ import torch
 from torch import Tensor
 
 from headway.comm.algorithms.method import split_evenly
-from headway.horovod import mpi_ops
+from headway.horovod import operations
 from headway.horovod.basics import SESSION, global_process_set
 from headway.horovod.compression import Compression, Compressor
 from headway.horovod.engine.process_set import ProcessSet
-from headway.horovod.mpi_ops import Adasum, Average, synchronize
+from headway.horovod.operations import Adasum, Average, synchronize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,7 @@ class GradientReducer:
         self._passes: Counter[Tensor] = Counter()
         self._flying: set[Tensor] = set()
         self._reductions: list[_Reduction] = []
+        self._sparse_dims: dict[Tensor, int] = {}
 
     @property
     def busy(self) -> bool:
@@ -93,9 +95,17 @@ class GradientReducer:
 
     def hook(self) -> None:
         """Watch all parameters that need gradients, also those that have begun to."""
+        # Parameters outlive an optimizer that another one replaces.
+        accumulated = weakref.WeakMethod(self._accumulated)
+
+        def hear(parameter: Tensor) -> None:
+            if (method := accumulated()) is not None:
+                method(parameter)
+
         for parameter in self._names:
             if parameter.requires_grad and parameter not in self._hooked:
-                parameter.register_post_accumulate_grad_hook(self._accumulated)
+                handle = parameter.register_post_accumulate_grad_hook(hear)
+                weakref.finalize(self, handle.remove)
                 self._hooked.add(parameter)
 
     def synchronize(self) -> None:
@@ -145,9 +155,11 @@ class GradientReducer:
         dense: list[Tensor] = []
         for parameter in parameters:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = self._no_gradient(parameter)
+            if parameter.grad.is_sparse:
+                self._sparse_dims[parameter] = parameter.grad.sparse_dim()
             if parameter.grad.is_sparse and not options.sparse_as_dense:
-                sparse = mpi_ops.sparse_allreduce_async(
+                sparse = operations.sparse_allreduce_async(
                     parameter.grad, self._names[parameter], options.op, options.process_set
                 )
                 self._reductions.append(_Reduction([parameter], sparse))
@@ -160,12 +172,24 @@ class GradientReducer:
         sent = [tensor for tensor, _ in packed]
         # The sum of predivided gradients: g / f first, and f / n times the sum.
         predivide = options.predivide if options.op == Average else 1.0
-        handle = mpi_ops.grouped_allreduce_async_(
+        handle = operations.grouped_allreduce_async_(
             sent, None, self._names[dense[0]], options.op, 1.0 / predivide, predivide,
             options.process_set,
         )  # fmt: skip
         contexts = [context for _, context in packed]
         self._reductions.append(_Reduction(dense, handle, sent, contexts))
+
+    def _no_gradient(self, parameter: Tensor) -> Tensor:
+        """Zero, of the form in which this parameter's gradients have come so far."""
+        dims = self._sparse_dims.get(parameter)
+        if dims is None:
+            return torch.zeros_like(parameter)
+        return torch.sparse_coo_tensor(
+            torch.zeros((dims, 0), dtype=torch.int64, device=parameter.device),
+            parameter.new_zeros((0, *parameter.shape[dims:])),
+            parameter.shape,
+            check_invariants=False,
+        )
 
     def _finish(self, reduction: _Reduction) -> None:
         result = synchronize(reduction.handle)
@@ -288,7 +312,7 @@ class AdasumStep(torch.optim.Optimizer):
             flying = []
             for parameter, name in names.items():
                 sent, context = options.compression.compress(parameter - before[parameter])
-                handle = mpi_ops.allreduce_async_(
+                handle = operations.allreduce_async_(
                     sent, None, name, Adasum, process_set=options.process_set
                 )
                 flying.append((parameter, handle, context))

@@ -1,8 +1,9 @@
 """`SyncBatchNorm`: batch normalisation over the samples of all ranks.
 
 Mean and variance are those of the joined batch, taken in two passes (the mean, then the mean square
-of the differences), with as many samples as each rank has. The exchanges are all-reduces with
-gradients, so that backward is the derivative of the sum of the ranks' losses.
+of the differences), with as many samples as each rank has; both are summed in float64. The
+exchanges are all-reduces with gradients, so that backward is the derivative of the sum of the
+ranks' losses.
 Source: Ioffe and Szegedy, Batch Normalization, ICML 2015, section 3.
 """
 
@@ -14,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from headway.horovod.autograd import allreduce
 from headway.horovod.basics import size
-from headway.horovod.mpi_ops import Sum
+from headway.horovod.operations import Sum
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -37,13 +38,14 @@ class SyncBatchNorm(_BatchNorm):
         shape = [1, -1, *[1] * (input.dim() - 2)]
         # Sums of 16 bits lose digits.
         x = input.float() if input.element_size() < 4 else input
-        count = x.new_tensor([input.numel() / max(input.shape[1], 1)])
-        sums = allreduce(torch.cat((x.sum(dims), count)), op=Sum)
+        wide = torch.float64
+        count = x.new_tensor([input.numel() / max(input.shape[1], 1)], dtype=wide)
+        sums = allreduce(torch.cat((x.sum(dims, dtype=wide), count)), op=Sum)
         total = sums[-1].detach()
         mean = sums[:-1] / total
-        centred = x - mean.view(shape)
-        variance = allreduce(centred.square().sum(dims), op=Sum) / total
-        out = centred * torch.rsqrt(variance + self.eps).view(shape)
+        centred = x - mean.to(x.dtype).view(shape)
+        variance = allreduce(centred.square().sum(dims, dtype=wide), op=Sum) / total
+        out = centred * torch.rsqrt(variance + self.eps).to(x.dtype).view(shape)
         if self.affine:
             out = out * self.weight.view(shape) + self.bias.view(shape)
         if self.training and self.track_running_stats:

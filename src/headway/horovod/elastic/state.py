@@ -166,6 +166,7 @@ class TorchState(ObjectState):
         self,
         model: Any = None,
         optimizer: Any = None,
+        *,
         commit_file: str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> None:

@@ -27,7 +27,7 @@ from headway.channel.facts import broadcast_facts, gather_facts
 from headway.channel.job_secret import job_secret, seal, sign, unseal
 from headway.channel.rendezvous import accept_calls, configure_connection
 from headway.documents import parse_json
-from headway.errors import RunError, Stalled
+from headway.errors import TIMEOUT_SECONDS, RunError, Stalled
 from headway.run.distributed.failure_record import name_ranks
 from headway.run.distributed.job_store import call_job_store, host_job_store
 from headway.run.distributed.launch_env import LaunchEnv, machine_identity
@@ -68,7 +68,9 @@ class MessageConnection:
                 rest = rest[self._link.send(rest) :]
             except BlockingIOError:
                 # What comes meanwhile is read: else two ends with full buffers wait for each other.
-                select.select([self._link], [self._link], [])
+                moves = select.select([self._link], [self._link], [], TIMEOUT_SECONDS)
+                if not (moves[0] or moves[1]):  # the other end is stopped
+                    self.ended = True
                 self._fill()
             except OSError:
                 self.ended = True

@@ -115,6 +115,8 @@ class Engine:
         self._outbox_bytes = 0
         self._outbox_due = float("inf")
         self._count = 0
+        self._heard = time.monotonic()
+        self._unanswered: float | None = None
         self._hurried = 0
         self._hurry = False
         self._rung = False
@@ -138,7 +140,7 @@ class Engine:
         """Begin an operation.
 
         Raises:
-            ValueError: One of the same name is under way.
+            InvalidArgument: One of the same name is under way.
             HorovodInternalError: The engine has ended.
         """
         request = operation.request
@@ -146,7 +148,7 @@ class Engine:
             if self._ended or os.getpid() != self._pid:
                 raise HorovodInternalError(self._ended or "Horovod does not work in a forked copy")
             if request.key in self._pending:
-                raise ValueError(
+                raise InvalidArgument(
                     f"Requested to {request.kind} a tensor with the same name as another tensor "
                     f"that is currently being processed: {request.name!r}. Give each its own name, "
                     "or wait for the first with hvd.synchronize()."
@@ -224,6 +226,7 @@ class Engine:
         now = time.monotonic()
         requests, hurry = self._collect(now)
         if self._coordinator is None:
+            self._check_coordinator(now)
             if requests or hurry:
                 asked = [request.to_message() for request in requests]
                 self._others[0].send({"requests": asked, "hurry": hurry})
@@ -248,8 +251,9 @@ class Engine:
             due = 0.0 if self._hurry or self._closing else self._outbox_due
             if self._outbox_bytes >= self._settings.flush_bytes:
                 due = 0.0
-        if self._coordinator is not None:
-            due = min(due, self._coordinator.due())
+        due = min(
+            due, self._silence_due() if self._coordinator is None else self._coordinator.due()
+        )
         seconds = None if due == float("inf") else max(due - time.monotonic(), 0.0)
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._bell:
@@ -259,6 +263,27 @@ class Engine:
                     self._rung = False
             else:
                 self._hear(key.data)
+
+    def _silence_due(self) -> float:
+        """When rank 0 is to be asked whether it is there, or has not answered in time."""
+        half = self._settings.stall_error_seconds / 2
+        with self._lock:
+            waits = bool(self._pending and half)
+        return (self._unanswered or self._heard) + half if waits else float("inf")
+
+    def _check_coordinator(self, now: float) -> None:
+        """A rank 0 that is stopped cannot say that it is missing."""
+        if now < self._silence_due():
+            return
+        if self._unanswered is None:
+            self._unanswered = now
+            self._others[0].send({"alive": True})
+            return
+        with self._lock:
+            names = ", ".join(repr(name) for _, name in list(self._pending)[:3])
+        self._ended_by(
+            f"rank 0 has not answered for {now - self._unanswered:.0f} s; waiting: {names}"
+        )
 
     def _collect(self, now: float) -> tuple[list[Request], bool]:
         """What is to be asked for now."""
@@ -275,6 +300,8 @@ class Engine:
         """Take what another rank says."""
         connection = self._others[rank]
         messages = connection.receive()
+        if messages:
+            self._heard, self._unanswered = time.monotonic(), None
         for message in messages:
             if "end" in message:
                 self._ended_by(str(message["end"]))
@@ -283,6 +310,9 @@ class Engine:
                 self._execute([Batch.from_message(batch) for batch in message["batches"]])
             elif self._coordinator is not None:
                 now = time.monotonic()
+                if "alive" in message:
+                    connection.send(message)
+                    continue
                 if why := message.get("bye"):
                     self._coordinator.leave(rank, str(why))
                     self._forget(connection)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from headway.horovod.exceptions import InvalidArgument
+
 
 class ProcessSet:
     """Some of the ranks; it is of use from `hvd.init` or `hvd.add_process_set` on.
 
     Args:
-        ranks: Global ranks, in any order. (Horovod takes a communicator of mpi4py as well.)
+        ranks_or_comm: Global ranks, in any order. (Horovod takes a communicator of mpi4py as well.)
 
     Attributes:
         process_set_id: Its number, the same on all ranks; None while it is not registered.
         ranks: Ascending; those of the global set are known after `hvd.init`.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self.ranks: list[int] | None = sorted({int(rank) for rank in ranks})
+    def __init__(self, ranks_or_comm: Sequence[int]) -> None:
+        self.ranks: list[int] | None = sorted({int(rank) for rank in ranks_or_comm})
         self.process_set_id: int | None = None
         self._own_rank = -1
         self.mpi_comm = None
@@ -49,10 +51,10 @@ class ProcessSet:
         """Its ranks, ascending.
 
         Raises:
-            ValueError: It is not registered.
+            InvalidArgument: It is not registered.
         """
         if self.process_set_id is None or self.ranks is None:
-            raise ValueError(
+            raise InvalidArgument(
                 f"{self} is not registered. Give it to hvd.init(process_sets=[...]) or "
                 "hvd.add_process_set() first."
             )

@@ -20,8 +20,8 @@ class HorovodSettings:
         flush_bytes: Operations that are ready leave without further delay from so many bytes on.
         stall_warning_seconds: After so long the coordinator warns of ranks that are missing
             (HOROVOD_STALL_CHECK_TIME_SECONDS; 0, or HOROVOD_STALL_CHECK_DISABLE=1: never).
-        stall_error_seconds: After so long the operation fails
-            (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS; 0: never).
+        stall_error_seconds: After so long the operation fails, or all of them where rank 0 does not
+            answer (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS; 0: never).
         start_seconds: For all ranks to arrive in `init` (HOROVOD_START_TIMEOUT).
         transfer_seconds: For one transfer among ranks that are all there
             (HOROVOD_GLOO_TIMEOUT_SECONDS).
