@@ -10,7 +10,12 @@ from cyclopts import Parameter
 
 from headway.cli.terminal.console import exit_code, note, warn
 from headway.errors import UsageError
-from headway.launch.horovodrun import HorovodrunRequest, commands_by_host, parse_horovodrun
+from headway.launch.horovodrun.arguments import (
+    HorovodrunRequest,
+    commands_by_host,
+    parse_horovodrun,
+)
+from headway.run.distributed.launch_env import free_port
 
 
 def launch_program(
@@ -38,10 +43,11 @@ def launch_program(
     from headway.launch.restart_policy import RestartPolicy
 
     result = launch_local(
-        "headway.launch.program:run_program",
+        "headway.launch.horovodrun.program:run_program",
         (
             request.command,
-            request.variables,
+            # The ranks of a program meet at rank 0's port; workers of headway need none.
+            {**request.variables, "MASTER_PORT": str(free_port())},
             None if request.output is None else request.output.absolute(),
         ),
         processes=request.processes,
