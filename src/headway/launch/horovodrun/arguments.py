@@ -313,10 +313,11 @@ def _program(command: Sequence[str]) -> tuple[str, ...]:
 def commands_by_host(request: HorovodrunRequest) -> tuple[tuple[str, str], ...]:
     """What to run on each of several hosts: torchrun, with the first host as the meeting point."""
     first = request.hosts[0][0]
+    settings = "".join(f"{name}={shlex.quote(v)} " for name, v in request.variables.items())
     return tuple(
         (
             name,
-            f"torchrun --nnodes={len(request.hosts)} --node-rank={number} "
+            f"{settings}torchrun --nnodes={len(request.hosts)} --node-rank={number} "
             f"--nproc-per-node={processes} --master-addr={first} --master-port={DEFAULT_PORT} "
             f"{shlex.join(request.command)}",
         )
