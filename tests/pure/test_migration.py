@@ -532,6 +532,21 @@ def test_stages_per_rank_follow_from_the_split_points(tmp_path):
     assert found.plan.pipeline.virtual == 3
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("ScheduleGPipe", "gpipe"),
+        ("interleaved_1f1b", "interleaved"),
+        ("flexible_interleaved_1f1b", "interleaved"),
+        ("ZBVZeroBubble", "zbv"),
+    ],
+)
+def test_names_of_schedules(tmp_path, theirs, ours):
+    text = TORCHTITAN.replace('"Interleaved1F1B"', f'"{theirs}"')
+    found = import_configuration(written(tmp_path, text, "c.toml"))
+    assert found.plan.pipeline.schedule == ours
+
+
 def test_ranks_of_context_parallelism_need_samples(tmp_path):
     text = "[training]\nlocal_batch_size = 1\n[parallelism]\ndata_parallel_shard_degree = 2\n"
     path = written(tmp_path, f"{text}context_parallel_degree = 2\n", "c.toml")

@@ -160,6 +160,7 @@ def _check_parts(parts: RecipeParts) -> None:
 
 def _overruled(translated: TranslatedConfiguration, parts: RecipeParts) -> TranslatedConfiguration:
     """With rows that say what the user's own parts take the place of."""
+    fields: tuple[str, ...]
     if parts.recipe is not None:
         fields, note = ("optimizer.call", "scheduler."), f"{parts.recipe} has its own"
     elif parts.optimizer is not None:

@@ -8,21 +8,12 @@ optimiser's rate; `gradient_accumulation_steps` is the number of a pipeline's mi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from headway.documents import nearest
 from headway.migration.batch_equation import BatchEquation, solve_batch
 from headway.migration.key_table import Fate, Key, KeyTable, Switch, named
-from headway.migration.optimizers import (
-    ADAM,
-    ADAM_ARGUMENTS,
-    ADAMW,
-    TORCH_OPTIMIZERS,
-    OptimizerArgument,
-    betas,
-    call_of,
-)
 from headway.migration.settings import ImportedCall
 from headway.migration.translation import Translation
 
@@ -100,6 +91,13 @@ TABLE = KeyTable(
             field="optimizer",
             note="Adam is AdamW unless adam_w_mode is false",
         ),
+        *named(
+            "optimizer.params.",
+            "lr eps weight_decay",
+            kind="number",
+            fate="carried",
+            field="optimizer",
+        ),
         Key(
             name="optimizer.params.*",
             fate="carried",
@@ -113,6 +111,20 @@ TABLE = KeyTable(
             fate="adapted",
             field="scheduler",
             note="WarmupLR, WarmupDecayLR and WarmupCosineLR by headway.optim:deepspeed_rates",
+        ),
+        *named(
+            "scheduler.params.",
+            "warmup_num_steps total_num_steps",
+            kind="whole",
+            fate="carried",
+            field="scheduler",
+        ),
+        *named(
+            "scheduler.params.",
+            "warmup_min_lr warmup_max_lr warmup_min_ratio cos_min_ratio",
+            kind="number",
+            fate="carried",
+            field="scheduler",
         ),
         Key(name="scheduler.params.*", fate="carried", field="scheduler"),
         Key(name="gradient_clipping", kind="number", fate="carried", field="clip"),
@@ -593,13 +605,12 @@ def _batch(
     if processes is None and found.copies is not None:
         t.fields["processes"] = found.copies * together
     if found.batch is None:
-        known = "" if found.copies is not None else "how many with --processes, or "
-        note = f"{found}: say {known}the batch with --batch"
+        instead = "" if found.copies is not None else "how many with --processes, or "
+        note = f"{found}: say {instead}the batch with --batch"
         for name in (_M, _A):
             t.tell(name, "lost", note)
     else:
         t.carry(_B, "batch", found.batch)
-        t.fields["batch"] = found.batch
     _micro_batches(t, found, stages)
 
 
@@ -607,14 +618,12 @@ def _micro_batches(t: Translation, found: BatchEquation, stages: int) -> None:
     if stages > 1 and found.accumulation is not None:
         note = "the micro-batches of a pipeline's step"
         t.carry(_A, "pipeline.microbatches", found.accumulation, note)
-        t.fields["pipeline.microbatches"] = found.accumulation
         t.tell(_M, "adapted", f"{found}", "pipeline.microbatches")
         return
     if found.batch is None:
         return
     if found.micro is not None:
         t.carry(_M, "microbatch", found.micro)
-        t.fields["microbatch"] = found.micro
     if found.micro is None and (found.accumulation or 1) > 1:
         t.tell(_A, "lost", f"{found}: say how many with --processes")
         return
@@ -659,7 +668,6 @@ def _precision(t: Translation) -> None:
         if str(dtype).removeprefix("torch.") in ("bfloat16", "bf16"):
             for key in (name, "torch_autocast.enabled"):
                 t.carry(key, "precision", "bfloat16")
-            t.fields["precision"] = "bfloat16"
         else:
             for key in (name, "torch_autocast.enabled"):
                 t.tell(key, "lost", f"headway has autocast to bfloat16 only, not to {dtype}")
@@ -690,7 +698,18 @@ def _exchange(t: Translation) -> None:
 # ---- optimiser --------------------------------------------------------------------------------
 
 _ADAM_LIKE = ("Adam", "AdamW", "OneBitAdam", "ZeroOneAdam")
-_OTHERS = ("Lamb", "OneBitLamb", "Lion", "Muon", "MuAdam", "MuAdamW", "MuSGD", *TORCH_OPTIMIZERS)
+_OF_TORCH = (
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adamax", "LBFGS", "NAdam", "RAdam", "RMSprop",
+    "Rprop", "SGD", "SparseAdam",
+)  # fmt: skip
+_OTHERS = ("Lamb", "OneBitLamb", "Lion", "Muon", "MuAdam", "MuAdamW", "MuSGD", *_OF_TORCH)
+# Of Adam, AdamW and Lamb. What is not said would be torch's, whose AdamW decays by 0.01.
+_DEFAULTS: Mapping[str, Any] = {
+    "lr": 1e-3,
+    "betas": [0.9, 0.999],
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+}
 _P = "optimizer.params"
 _OF_KERNELS = "torch_adam fused foreach capturable differentiable amsgrad bias_correction"
 _OF_ONE_BIT = (
@@ -710,7 +729,7 @@ def _optimizer(t: Translation) -> float | None:
         return _adam(t, kind)
     if kind in ("Lamb", "OneBitLamb"):
         return _lamb(t, kind)
-    if kind in TORCH_OPTIMIZERS:
+    if kind in _OF_TORCH:
         return _of_torch(t, kind)
     note = "neither torch nor headway has it as it is; name a function of yours with --optimizer"
     t.tell("optimizer.type", "lost", note)
@@ -721,8 +740,8 @@ def _optimizer(t: Translation) -> float | None:
 
 def _adam(t: Translation, kind: str) -> float | None:
     decoupled = kind != "Adam" or t.below(_P).get("adam_w_mode", True) is not False
-    call = ADAMW if decoupled else ADAM
-    arguments = _arguments(t, ADAM_ARGUMENTS)
+    call = f"torch.optim:{'AdamW' if decoupled else 'Adam'}"
+    arguments = _arguments(t)
     if t.below(_P).get("amsgrad") is True:
         arguments["amsgrad"] = True
         t.tell(f"{_P}.amsgrad", "carried", "", "optimizer.amsgrad = true")
@@ -741,7 +760,7 @@ def _adam(t: Translation, kind: str) -> float | None:
 
 
 def _lamb(t: Translation, kind: str) -> float | None:
-    arguments = _arguments(t, ADAM_ARGUMENTS)
+    arguments = _arguments(t)
     given = t.below(_P)
     low, high = given.get("min_coeff", 0.01), given.get("max_coeff", 10.0)
     note = (
@@ -775,50 +794,43 @@ def _of_torch(t: Translation, kind: str) -> float | None:
 def _made(t: Translation, call: str, arguments: Mapping[str, Any]) -> ImportedCall:
     # No default of a rate is what the user had: "auto" is the Trainer's 5e-5, or the command's.
     gaps = ("lr",) if t.is_auto(f"{_P}.lr") else ()
-    return ImportedCall(call=call, arguments=tuple(arguments.items()), gaps=gaps)
+    return ImportedCall.of(call, arguments, gaps)
 
 
 def _call(call: str) -> str:
     return f'optimizer.call = "{call}"'
 
 
-def _arguments(t: Translation, wanted: Mapping[str, OptimizerArgument]) -> dict[str, Any]:
-    """The keyword arguments of a call, with DeepSpeed's defaults; tells what they became."""
-    given, found = t.below(_P), dict[str, Any]()
-    for name, argument in wanted.items():
-        key, target = f"{_P}.{name}", argument.name or name
-        if name not in given and not (name == "lr" and t.is_auto(key)):
-            found[target] = argument.default
+def _arguments(t: Translation) -> dict[str, Any]:
+    """The arguments of Adam and Lamb, with DeepSpeed's defaults; tells what they became."""
+    found = dict[str, Any]()
+    for name, default in _DEFAULTS.items():
+        key = f"{_P}.{name}"
+        said = _betas(t, key) if name == "betas" else t.positive(key)
+        if said is None and name == "lr" and t.is_auto(key):
+            continue
+        found[name] = default if said is None else said
+        became = f"optimizer.{name} = {found[name]}"
+        if said is None:
             # The Trainer of transformers has the same defaults as DeepSpeed, but for the rate.
-            t.tell(
-                key,
-                "adapted",
-                "DeepSpeed's default, and the Trainer's",
-                f"optimizer.{target} = {argument.default}",
-            )
-            t.default(key, argument.default, f"optimizer.{target} = {argument.default}")
-        if name not in given:
-            continue
-        try:
-            found[target] = _CHECKS[argument.kind](given[name])
-        except ValueError as error:
-            t.problem(key, f"{given[name]!r} {error}")
-            continue
-        t.tell(key, "carried", "", f"optimizer.{target} = {found[target]}")
+            t.tell(key, "adapted", "DeepSpeed's default, and the Trainer's", became)
+            t.default(key, default, became)
+        else:
+            t.tell(key, "carried", "", became)
     return found
 
 
-def _rate(value: Any) -> float:
-    try:
-        found = float(value) if not isinstance(value, bool) else -1.0
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError("is not a number") from None
-    if not 0 <= found < 1e300:
-        raise ValueError("is not a number of at least 0")
-    return found
-
-
-_CHECKS: Mapping[str, Callable[[Any], Any]] = {"number": _rate, "betas": betas}
+def _betas(t: Translation, key: str) -> list[float] | None:
+    """Two numbers from 0 to below 1; others are a problem."""
+    said = t.value(key)
+    if said is None:
+        return None
+    if isinstance(said, list) and len(said) == 2:
+        numbers = [b for b in said if isinstance(b, int | float) and not isinstance(b, bool)]
+        if len(numbers) == 2 and all(0 <= b < 1 for b in numbers):
+            return [float(b) for b in numbers]
+    t.problem(key, f"{said!r} is not two numbers from 0 to below 1")
+    return None
 
 
 def _left_arguments(t: Translation, kind: str) -> None:
@@ -889,46 +901,40 @@ def _scheduler(t: Translation, lr: float | None) -> None:
 
 def _curve(t: Translation, kind: str, lr: float | None, given: Mapping[str, Any]) -> None:
     """headway.optim:deepspeed_rates with the arguments of one of its schedules."""
-    numbers: dict[str, float] = {}
-    for name in given.keys() - {"warmup_type"}:
-        try:
-            numbers[name] = _rate(given[name])
-        except ValueError as error:
-            t.problem(f"{_S}.{name}", f"{given[name]!r} {error}")
-    if len(numbers) < len(given.keys() - {"warmup_type"}):
-        return
-    steps = numbers.get("warmup_num_steps", 1000)
-    for name in ("warmup_num_steps", "total_num_steps"):
-        if name in numbers and (numbers[name] < 1 or numbers[name] != int(numbers[name])):
-            t.problem(f"{_S}.{name}", f"{given[name]!r} is not a whole number of at least 1")
-            return
-    arguments: dict[str, Any] = {"warmup": int(steps)}
+    warmup, total = t.whole(f"{_S}.warmup_num_steps"), t.whole(f"{_S}.total_num_steps")
+    numbers = {
+        name: t.positive(f"{_S}.{name}")
+        for name in ("warmup_min_lr", "warmup_max_lr", "warmup_min_ratio", "cos_min_ratio")
+    }
     shape = given.get("warmup_type", "log")
     if shape not in ("log", "linear"):
         t.problem(f"{_S}.warmup_type", f"{shape!r} is neither log nor linear")
+    if t.problems:
         return
+    arguments: dict[str, Any] = {"warmup": warmup or 1000}
     arguments["shape"] = shape
     if kind == "WarmupCosineLR":
-        arguments["start"] = numbers.get("warmup_min_ratio", 0.0)
-        arguments["end"] = numbers.get("cos_min_ratio", 0.0001)
+        end = numbers["cos_min_ratio"]
+        arguments["start"] = numbers["warmup_min_ratio"] or 0.0
+        arguments["end"] = 0.0001 if end is None else end
     else:
-        top = numbers.get("warmup_max_lr", 1e-3 if kind == "WarmupDecayLR" else lr)
-        if top is not None and t.is_auto(f"{_S}.warmup_max_lr"):
-            top = lr
+        top = numbers["warmup_max_lr"]
+        if top is None:
+            of_decay = kind == "WarmupDecayLR" and not t.is_auto(f"{_S}.warmup_max_lr")
+            top = 1e-3 if of_decay else lr
         if not top:
             t.tell("scheduler.type", "lost", "the rate that it goes up to is not known")
             for name in given:
                 t.tell(f"{_S}.{name}", "lost", "without the rate there is no schedule")
             return
-        if kind == "WarmupDecayLR" and "warmup_max_lr" not in given:
+        if kind == "WarmupDecayLR":
             t.default(f"{_S}.warmup_max_lr", top, f"optimizer.lr = {top:g}")
-        low = numbers.get("warmup_min_lr", 0.0)
-        arguments["start"] = low / top
+        arguments["start"] = (numbers["warmup_min_lr"] or 0.0) / top
         _top(t, lr, top)
     arguments["decay"] = _CURVES[kind]
-    if "total_num_steps" in numbers:
-        arguments["steps"] = int(numbers["total_num_steps"])
-    call = call_of("headway.optim:deepspeed_rates", arguments)
+    if total is not None:
+        arguments["steps"] = total
+    call = ImportedCall.of("headway.optim:deepspeed_rates", arguments)
     form = 'scheduler.call = "headway.optim:deepspeed_rates"'
     t.carry("scheduler.type", "scheduler", call, form=form)
     said = {
@@ -943,10 +949,8 @@ def _curve(t: Translation, kind: str, lr: float | None, given: Mapping[str, Any]
         if name in said:
             t.tell(f"{_S}.{name}", "carried", "", said[name])
     t.tell(f"{_S}.last_batch_iteration", "unneeded", "a resumed run knows its step")
-    if "warmup_type" not in given:
-        t.default(f"{_S}.warmup_type", "log", 'scheduler.shape = "log"')
-    if "warmup_num_steps" not in given:
-        t.default(f"{_S}.warmup_num_steps", 1000, "scheduler.warmup = 1000")
+    t.default(f"{_S}.warmup_type", "log", 'scheduler.shape = "log"')
+    t.default(f"{_S}.warmup_num_steps", 1000, "scheduler.warmup = 1000")
 
 
 def _top(t: Translation, lr: float | None, top: float) -> None:
@@ -956,7 +960,7 @@ def _top(t: Translation, lr: float | None, top: float) -> None:
         t.fields["lr"] = top
     elif top != lr:
         arguments = {"lr": top} | dict(found.arguments) | {"lr": top}
-        t.fields["optimizer"] = call_of(found.call, arguments)
+        t.fields["optimizer"] = ImportedCall.of(found.call, arguments)
         note = f"the schedule's warmup_max_lr overrides it: {top:g}"
         t.tell(f"{_P}.lr", "adapted", note, became)
     t.tell(f"{_S}.warmup_max_lr", "carried", "", became)

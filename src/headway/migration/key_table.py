@@ -1,8 +1,7 @@
 """The table of a format's keys, as data: what each may hold, and what becomes of it.
 
 A table answers for every key of a file of its format. The functions that translate take the keys
-whose meaning depends on others; the rest has the fate that stands here. `docs/make_migration.py`
-writes the tables of docs/migration.md from the same data.
+whose meaning depends on others; the rest has the fate that stands here.
 """
 
 from __future__ import annotations

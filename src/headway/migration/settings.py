@@ -23,6 +23,13 @@ class ImportedCall:
     arguments: tuple[tuple[str, Any], ...] = ()
     gaps: tuple[str, ...] = ()
 
+    @classmethod
+    def of(
+        cls, call: str, arguments: Mapping[str, Any], gaps: tuple[str, ...] = ()
+    ) -> ImportedCall:
+        """A call with keyword arguments in the order in which they are given."""
+        return cls(call=call, arguments=tuple(arguments.items()), gaps=gaps)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ImportedSettings:

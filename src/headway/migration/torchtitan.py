@@ -13,7 +13,7 @@ from typing import Any
 
 from headway.migration.batch_equation import BatchEquation, solve_batch
 from headway.migration.key_table import Key, KeyTable, Switch, named
-from headway.migration.optimizers import ADAM, ADAMW, call_of
+from headway.migration.settings import ImportedCall
 from headway.migration.translation import Translation
 
 _MODEL = "name the function that builds your model with --model"
@@ -659,7 +659,6 @@ _SCHEDULES = {
     "DualPipeV": "dualpipe-v",
 }
 """torch's names, as their classes without "Schedule"."""
-_OLD_SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved_1f1b": "Interleaved1F1B"}
 
 
 def _schedule(t: Translation) -> None:
@@ -668,13 +667,12 @@ def _schedule(t: Translation) -> None:
     if said is None:
         t.default(_SCHEDULE[0], "1F1B", 'pipeline.schedule = "1f1b"')
         return
-    said = _OLD_SCHEDULES.get(said, str(said).removeprefix("Schedule"))
-    if said in ("PipelineScheduleSingle", "PipelineScheduleMulti", "_PipelineScheduleRuntime"):
+    # The first releases write interleaved_1f1b for Interleaved1F1B.
+    plain = said.removeprefix("Schedule").replace("_", "").lower()
+    if plain.startswith("pipelineschedule"):
         t.tell(name, "lost", "`headway train RECIPE --schedule TABLE.csv` runs a table")
         return
-    found = next(
-        (ours for theirs, ours in _SCHEDULES.items() if theirs.lower() == said.lower()), ""
-    )
+    found = next((ours for theirs, ours in _SCHEDULES.items() if theirs.lower() == plain), "")
     if not found:
         t.word(name, tuple(_SCHEDULES))
         return
@@ -761,7 +759,7 @@ def _optimizer(t: Translation) -> None:
     kind = t.word("optimizer.name", ("AdamW", "Adam"))
     if kind is None and t.value("optimizer.name") is None:
         kind = "AdamW"
-        t.default("optimizer.name", kind, f'optimizer.call = "{ADAMW}"')
+        t.default("optimizer.name", kind, 'optimizer.call = "torch.optim:AdamW"')
     numbers = {}
     for name, default in _ADAM.items():
         said = t.positive(f"optimizer.{name}")
@@ -777,9 +775,9 @@ def _optimizer(t: Translation) -> None:
         "eps": numbers["eps"],
         "weight_decay": numbers["weight_decay"],
     }
-    call = ADAM if kind == "Adam" else ADAMW
+    call = f"torch.optim:{kind}"
     form = f'optimizer.call = "{call}"'
-    t.carry("optimizer.name", "optimizer", call_of(call, arguments), form=form)
+    t.carry("optimizer.name", "optimizer", ImportedCall.of(call, arguments), form=form)
 
 
 def _argument(name: str) -> str:
@@ -811,7 +809,7 @@ def _scheduler(t: Translation) -> None:
     if end:
         arguments["end"] = end
     target = "headway.optim:torchtitan_rates"
-    t.fields["scheduler"] = call_of(target, arguments)
+    t.fields["scheduler"] = ImportedCall.of(target, arguments)
     for name, became in (
         (t.named(*_WARMUP), f"scheduler.warmup = {arguments['warmup']}"),
         ("lr_scheduler.total_steps", f"scheduler.steps = {steps}"),
