@@ -15,7 +15,7 @@ from pathlib import Path
 from headway.migration import deepspeed
 from headway.migration.batch_equation import BatchEquation, solve_batch
 from headway.migration.configuration_file import read_configuration
-from headway.migration.key_table import Key, KeyTable, named
+from headway.migration.key_table import KeyTable, adapted, carried, lost, unneeded
 from headway.migration.translation import Translation
 
 _LAUNCHER = (
@@ -35,309 +35,193 @@ _MEGATRON_MODEL = "the recipe's own model and data are trained, not Megatron's"
 
 
 _KEYS = (
-    Key(
-        name="compute_environment",
-        kind="text",
-        fate="lost",
-        note="headway has no service that starts machines; start the job on them",
+    *lost(
+        "compute_environment",
+        "headway has no service that starts machines; start the job on them",
+        "text",
         idle=("LOCAL_MACHINE", "LOCAL", "0"),
     ),
-    Key(
-        name="distributed_type",
-        kind="text",
-        fate="adapted",
-        field="zero",
-        note="says which of the sections below has an effect",
-    ),
-    Key(name="num_processes", kind="whole", fate="carried", field="processes"),
-    Key(
-        name="num_machines",
-        kind="whole",
-        fate="adapted",
-        field="nodes",
-        note="`headway launch RECIPE --write slurm --nodes N -n PROCESSES`",
+    *adapted("distributed_type", "zero", "text", "says which of the sections below has an effect"),
+    *carried("num_processes", "processes", "whole"),
+    *adapted(
+        "num_machines",
+        "nodes",
+        "whole",
+        "`headway launch RECIPE --write slurm --nodes N -n PROCESSES`",
         idle=(1,),
     ),
-    *named(
-        "",
+    *unneeded(
         "machine_rank main_process_ip main_process_port rdzv_backend same_network "
         "deepspeed_hostfile",
-        note=_LAUNCHER,
+        _LAUNCHER,
     ),
-    Key(name="mpirun_config.*", note=_LAUNCHER),
-    Key(
-        name="mixed_precision",
-        kind="text",
-        fate="carried",
-        field="precision",
-        note="bf16 is autocast; fp16 and fp8 do not carry over",
+    *unneeded("mpirun_config.*", _LAUNCHER),
+    *carried(
+        "mixed_precision", "precision", "text", "bf16 is autocast; fp16 and fp8 do not carry over"
     ),
-    Key(
-        name="fp16",
-        kind="flag",
-        fate="lost",
-        note='headway computes in float32 or bfloat16; write precision = "bfloat16"',
+    *lost(
+        "fp16",
+        'headway computes in float32 or bfloat16; write precision = "bfloat16"',
+        "flag",
         idle=(False,),
     ),
-    Key(
-        name="downcast_bf16",
-        kind="flag",
-        fate="lost",
-        note=_TPU,
-        idle=(False,),
-    ),
-    Key(name="fp8_config.*", fate="lost", note="headway has no float8; bfloat16 is autocast"),
-    Key(
-        name="use_cpu",
-        kind="flag",
-        fate="carried",
-        field="device",
-        note="headway train --device cpu",
-        idle=(False,),
-    ),
-    Key(name="gpu_ids", note="CUDA_VISIBLE_DEVICES says which GPUs there are"),
-    Key(name="debug", kind="flag", note="every error names rank and step"),
-    Key(name="enable_cpu_affinity", kind="flag", note="threads are shared evenly by ranks"),
-    Key(name="main_training_function", note="the recipe is the training function"),
-    Key(
-        name="gradient_accumulation_steps",
-        kind="whole",
-        fate="adapted",
-        field="microbatch",
-        note="microbatch = batch / (accumulation x copies), which needs --batch",
+    *lost("downcast_bf16", _TPU, "flag", idle=(False,)),
+    *lost("fp8_config.*", "headway has no float8; bfloat16 is autocast"),
+    *carried("use_cpu", "device", "flag", "headway train --device cpu", idle=(False,)),
+    *unneeded("gpu_ids", "CUDA_VISIBLE_DEVICES says which GPUs there are"),
+    *unneeded("debug", "every error names rank and step", "flag"),
+    *unneeded("enable_cpu_affinity", "threads are shared evenly by ranks", "flag"),
+    *unneeded("main_training_function", "the recipe is the training function"),
+    *adapted(
+        "gradient_accumulation_steps",
+        "microbatch",
+        "whole",
+        "microbatch = batch / (accumulation x copies), which needs --batch",
         idle=(1,),
     ),
-    *named(
-        "",
+    *lost(
         "tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env tpu_config.* "
         "command_file commands",
-        fate="lost",
-        note=_TPU,
+        _TPU,
         idle=(False,),
     ),
-    *named(
-        "",
+    *lost(
         "ec2_instance_type iam_role_name image_uri profile region base_job_name "
         "pytorch_version transformers_version py_version sagemaker_inputs_file "
         "sagemaker_metrics_file additional_args.*",
-        fate="lost",
-        note="headway has no service that starts machines; start the job on them",
+        "headway has no service that starts machines; start the job on them",
     ),
-    Key(name="ipex_config.*", fate="lost", note="operators are torch's own", idle=(False,)),
-    Key(
-        name="dynamo_backend",
-        kind="text",
-        fate="lost",
-        note=_COMPILE,
-        idle=("NO", "no"),
-    ),
-    Key(
-        name="dynamo_config.dynamo_backend",
-        kind="text",
-        fate="lost",
-        note=_COMPILE,
-        idle=("NO", "no"),
-    ),
-    Key(name="dynamo_config.*", note="it is part of compiling"),
+    *lost("ipex_config.*", "operators are torch's own", idle=(False,)),
+    *lost("dynamo_backend", _COMPILE, "text", idle=("NO", "no")),
+    *lost("dynamo_config.dynamo_backend", _COMPILE, "text", idle=("NO", "no")),
+    *unneeded("dynamo_config.*", "it is part of compiling"),
     # FSDP
-    Key(
-        name="fsdp_config.fsdp_version",
-        kind="whole",
-        note="headway uses FSDP2; version 1 is the same numbers",
+    *unneeded(
+        "fsdp_config.fsdp_version", "headway uses FSDP2; version 1 is the same numbers", "whole"
     ),
-    *named(
-        "fsdp_config.",
-        "fsdp_sharding_strategy fsdp_reshard_after_forward",
-        fate="adapted",
-        field="zero",
-        note="FULL_SHARD is zero = 3, SHARD_GRAD_OP zero = 2, NO_SHARD zero = 0, "
-        "HYBRID_SHARD zero = 3 with shards = processes of a machine",
+    *adapted(
+        "fsdp_config. fsdp_sharding_strategy fsdp_reshard_after_forward",
+        "zero",
+        note=(
+            "FULL_SHARD is zero = 3, SHARD_GRAD_OP zero = 2, NO_SHARD zero = 0, HYBRID_SHARD zero "
+            "= 3 with shards = processes of a machine"
+        ),
     ),
-    *named(
-        "fsdp_config.",
-        "fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params "
-        "fsdp_use_orig_params",
-        note=_WRAP,
+    *unneeded(
+        "fsdp_config. fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap "
+        "fsdp_min_num_params fsdp_use_orig_params",
+        _WRAP,
     ),
-    *named(
-        "fsdp_config.",
-        "fsdp_backward_prefetch fsdp_backward_prefetch_policy fsdp_forward_prefetch "
-        "fsdp_limit_all_gathers",
-        note=_PREFETCH,
+    *unneeded(
+        "fsdp_config. fsdp_backward_prefetch fsdp_backward_prefetch_policy "
+        "fsdp_forward_prefetch fsdp_limit_all_gathers",
+        _PREFETCH,
     ),
-    Key(
-        name="fsdp_config.fsdp_offload_params",
-        kind="flag",
-        fate="lost",
-        note=_OFFLOAD,
+    *lost("fsdp_config.fsdp_offload_params", _OFFLOAD, "flag", idle=(False,)),
+    *lost(
+        "fsdp_config. fsdp_activation_checkpointing fsdp_activation_checkpointing_offload",
+        _RECOMPUTE,
+        "flag",
         idle=(False,),
     ),
-    *named(
-        "fsdp_config.fsdp_",
-        "activation_checkpointing activation_checkpointing_offload",
-        kind="flag",
-        fate="lost",
-        note=_RECOMPUTE,
-        idle=(False,),
+    *unneeded(
+        "fsdp_config.fsdp_state_dict_type",
+        "checkpoints are written in parts and load on any number of ranks; `headway checkpoint "
+        "convert` writes the whole model",
     ),
-    Key(
-        name="fsdp_config.fsdp_state_dict_type",
-        note="checkpoints are written in parts and load on any number of ranks; `headway "
-        "checkpoint convert` writes the whole model",
+    *unneeded(
+        "fsdp_config. fsdp_sync_module_states fsdp_cpu_ram_efficient_loading",
+        "every rank starts from the same numbers",
     ),
-    *named(
-        "fsdp_config.",
-        "fsdp_sync_module_states fsdp_cpu_ram_efficient_loading",
-        note="every rank starts from the same numbers",
-    ),
-    Key(
-        name="fsdp_config.fsdp_ignored_modules",
-        fate="lost",
-        note="all modules are sharded with the model",
-    ),
+    *lost("fsdp_config.fsdp_ignored_modules", "all modules are sharded with the model"),
     # DeepSpeed, inline
-    Key(
-        name="deepspeed_config.deepspeed_config_file",
-        kind="text",
-        fate="adapted",
-        note="its keys follow",
-    ),
-    Key(name="deepspeed_config.zero_stage", kind="whole", fate="carried", field="zero"),
-    Key(
-        name="deepspeed_config.gradient_accumulation_steps",
-        kind="whole",
-        fate="adapted",
-        field="microbatch",
-        note="microbatch = batch / (accumulation x copies), which needs --batch",
+    *adapted("deepspeed_config.deepspeed_config_file", "", "text", "its keys follow"),
+    *carried("deepspeed_config.zero_stage", "zero", "whole"),
+    *adapted(
+        "deepspeed_config.gradient_accumulation_steps",
+        "microbatch",
+        "whole",
+        "microbatch = batch / (accumulation x copies), which needs --batch",
         idle=(1,),
     ),
-    Key(
-        name="deepspeed_config.gradient_clipping",
-        fate="carried",
-        field="clip",
+    *carried("deepspeed_config.gradient_clipping", "clip", idle=("none", "None")),
+    *lost(
+        "deepspeed_config. offload_optimizer_device offload_param_device",
+        deepspeed.NVME,
+        "text",
         idle=("none", "None"),
     ),
-    *named(
-        "deepspeed_config.",
-        "offload_optimizer_device offload_param_device",
-        kind="text",
-        fate="lost",
-        note=deepspeed.NVME,
-        idle=("none", "None"),
+    *unneeded(
+        "deepspeed_config. offload_optimizer_nvme_path offload_param_nvme_path",
+        "it is part of offloading, which headway has not",
     ),
-    *named(
-        "deepspeed_config.",
-        "offload_optimizer_nvme_path offload_param_nvme_path",
-        note="it is part of offloading, which headway has not",
-    ),
-    Key(
-        name="deepspeed_config.zero3_init_flag",
-        note="a model that is too large for one rank is built on every rank first: "
-        "use stages, each of which holds its part",
-        kind="flag",
-        fate="lost",
+    *lost(
+        "deepspeed_config.zero3_init_flag",
+        "a model that is too large for one rank is built on every rank first: use stages, each "
+        "of which holds its part",
+        "flag",
         idle=(False,),
     ),
-    Key(
-        name="deepspeed_config.zero3_save_16bit_model",
-        note="`headway checkpoint convert RUN model.safetensors` writes the whole model",
+    *unneeded(
+        "deepspeed_config.zero3_save_16bit_model",
+        "`headway checkpoint convert RUN model.safetensors` writes the whole model",
     ),
-    *named(
-        "deepspeed_config.",
-        "deepspeed_hostfile deepspeed_multinode_launcher deepspeed_exclusion_filter "
-        "deepspeed_inclusion_filter",
-        note=_LAUNCHER,
+    *unneeded(
+        "deepspeed_config. deepspeed_hostfile deepspeed_multinode_launcher "
+        "deepspeed_exclusion_filter deepspeed_inclusion_filter",
+        _LAUNCHER,
     ),
-    Key(
-        name="deepspeed_config.deepspeed_moe_layer_cls_names",
-        fate="lost",
-        note="headway has no expert parallelism; experts are sharded as other layers are",
+    *lost(
+        "deepspeed_config.deepspeed_moe_layer_cls_names",
+        "headway has no expert parallelism; experts are sharded as other layers are",
     ),
     # Parallelism
-    *named(
-        "parallelism_config.",
-        "parallelism_config_dp_replicate_size parallelism_config_dp_shard_size",
-        kind="whole",
-        fate="adapted",
-        field="shards",
-        note="zero = 3 over shards = dp_shard ranks, and dp_replicate copies of them",
+    *adapted(
+        "parallelism_config. parallelism_config_dp_replicate_size parallelism_config_dp_shard_size",
+        "shards",
+        "whole",
+        "zero = 3 over shards = dp_shard ranks, and dp_replicate copies of them",
     ),
-    Key(
-        name="parallelism_config.parallelism_config_tp_size",
-        kind="whole",
-        fate="carried",
-        field="split.tensor",
+    *carried("parallelism_config.parallelism_config_tp_size", "split.tensor", "whole", idle=(1,)),
+    *lost(
+        "parallelism_config. parallelism_config_cp_size parallelism_config_sp_size",
+        "headway does not split sequences; these ranks take shares of the batch",
+        "whole",
         idle=(1,),
     ),
-    *named(
-        "parallelism_config.",
-        "parallelism_config_cp_size parallelism_config_sp_size",
-        kind="whole",
-        fate="lost",
-        note="headway does not split sequences; these ranks take shares of the batch",
-        idle=(1,),
-    ),
-    *named(
-        "parallelism_config.",
-        "parallelism_config_cp_comm_strategy parallelism_config_cp_backend "
+    *unneeded(
+        "parallelism_config. parallelism_config_cp_comm_strategy parallelism_config_cp_backend "
         "parallelism_config_sp_backend parallelism_config_sp_seq_length "
-        "parallelism_config_sp_seq_length_is_variable "
-        "parallelism_config_sp_attn_implementation",
-        note="it is part of splitting sequences",
+        "parallelism_config_sp_seq_length_is_variable parallelism_config_sp_attn_implementation",
+        "it is part of splitting sequences",
     ),
-    Key(name="tp_config.tp_size", kind="whole", fate="carried", field="split.tensor", idle=(1,)),
+    *carried("tp_config.tp_size", "split.tensor", "whole", idle=(1,)),
     # Megatron-LM
-    Key(
-        name="megatron_lm_config.megatron_lm_tp_degree",
-        kind="whole",
-        fate="carried",
-        field="split.tensor",
-        idle=(1,),
-    ),
-    Key(
-        name="megatron_lm_config.megatron_lm_pp_degree",
-        kind="whole",
-        fate="carried",
-        field="stages",
-        idle=(1,),
-    ),
-    Key(
-        name="megatron_lm_config.megatron_lm_num_micro_batches",
-        kind="whole",
-        fate="carried",
-        field="pipeline.microbatches",
-    ),
-    Key(
-        name="megatron_lm_config.megatron_lm_recompute_activations",
-        kind="flag",
-        fate="adapted",
-        field="pipeline.recompute",
-        note=_RECOMPUTE,
+    *carried("megatron_lm_config.megatron_lm_tp_degree", "split.tensor", "whole", idle=(1,)),
+    *carried("megatron_lm_config.megatron_lm_pp_degree", "stages", "whole", idle=(1,)),
+    *carried("megatron_lm_config.megatron_lm_num_micro_batches", "pipeline.microbatches", "whole"),
+    *adapted(
+        "megatron_lm_config.megatron_lm_recompute_activations",
+        "pipeline.recompute",
+        "flag",
+        _RECOMPUTE,
         idle=(False,),
     ),
-    Key(
-        name="megatron_lm_config.megatron_lm_use_distributed_optimizer",
-        kind="flag",
-        fate="carried",
-        field="zero",
-        note="zero = 1",
+    *carried(
+        "megatron_lm_config.megatron_lm_use_distributed_optimizer",
+        "zero",
+        "flag",
+        "zero = 1",
         idle=(False,),
     ),
-    Key(
-        name="megatron_lm_config.megatron_lm_gradient_clipping",
-        kind="number",
-        fate="carried",
-        field="clip",
-    ),
-    Key(
-        name="megatron_lm_config.megatron_lm_sequence_parallelism",
-        kind="flag",
-        fate="lost",
-        note="activations between split layers are whole; split.tensor = [1, p, 1] keeps "
-        "them in parts",
+    *carried("megatron_lm_config.megatron_lm_gradient_clipping", "clip", "number"),
+    *lost(
+        "megatron_lm_config.megatron_lm_sequence_parallelism",
+        "activations between split layers are whole; split.tensor = [1, p, 1] keeps them in parts",
+        "flag",
         idle=(False,),
     ),
-    Key(name="megatron_lm_config.*", fate="lost", note=_MEGATRON_MODEL),
+    *lost("megatron_lm_config.*", _MEGATRON_MODEL),
 )
 
 TABLE = KeyTable(

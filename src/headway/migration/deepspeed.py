@@ -13,7 +13,7 @@ from typing import Any
 
 from headway.documents import nearest
 from headway.migration.batch_equation import BatchEquation, solve_batch
-from headway.migration.key_table import Fate, Key, KeyTable, Switch, named
+from headway.migration.key_table import Fate, KeyTable, Switch, adapted, carried, lost, unneeded
 from headway.migration.settings import ImportedCall
 from headway.migration.translation import Translation
 
@@ -63,470 +63,324 @@ TABLE = KeyTable(
         )
     ),
     keys=(
-        Key(name="train_batch_size", kind="whole", fate="carried", field="batch"),
-        Key(
-            name="train_micro_batch_size_per_gpu",
-            kind="whole",
-            fate="carried",
-            field="microbatch",
-            note="most samples of one forward pass of a rank",
+        *carried("train_batch_size", "batch", "whole"),
+        *carried(
+            "train_micro_batch_size_per_gpu",
+            "microbatch",
+            "whole",
+            "most samples of one forward pass of a rank",
         ),
-        Key(
-            name="gradient_accumulation_steps",
-            kind="whole",
-            fate="adapted",
-            field="batch",
-            note="headway derives it: batch / (microbatch x ranks); of a pipeline it is "
+        *adapted(
+            "gradient_accumulation_steps",
+            "batch",
+            "whole",
+            "headway derives it: batch / (microbatch x ranks); of a pipeline it is "
             "pipeline.microbatches",
         ),
-        Key(
-            name="managed_gradient_accumulation",
-            kind="flag",
-            note="headway counts micro-batches itself",
+        *unneeded("managed_gradient_accumulation", "headway counts micro-batches itself", "flag"),
+        *adapted(
+            "optimizer.type", "optimizer", "text", "Adam is AdamW unless adam_w_mode is false"
         ),
-        Key(
-            name="optimizer.type",
-            kind="text",
-            fate="adapted",
-            field="optimizer",
-            note="Adam is AdamW unless adam_w_mode is false",
-        ),
-        *named(
-            "optimizer.params.",
-            "lr eps weight_decay",
-            kind="number",
-            fate="carried",
-            field="optimizer",
-        ),
-        Key(
-            name="optimizer.params.*",
-            fate="carried",
-            field="optimizer",
+        *carried("optimizer.params. lr eps weight_decay", "optimizer", "number"),
+        *carried(
+            "optimizer.params.*",
+            "optimizer",
             note="arguments of the optimiser; DeepSpeed's defaults are written out",
         ),
-        Key(name="optimizer.legacy_fusion", kind="flag", note="it chooses a kernel"),
-        Key(
-            name="scheduler.type",
-            kind="text",
-            fate="adapted",
-            field="scheduler",
-            note="WarmupLR, WarmupDecayLR and WarmupCosineLR by headway.optim:deepspeed_rates",
+        *unneeded("optimizer.legacy_fusion", "it chooses a kernel", "flag"),
+        *adapted(
+            "scheduler.type",
+            "scheduler",
+            "text",
+            "WarmupLR, WarmupDecayLR and WarmupCosineLR by headway.optim:deepspeed_rates",
         ),
-        *named(
-            "scheduler.params.",
-            "warmup_num_steps total_num_steps",
-            kind="whole",
-            fate="carried",
-            field="scheduler",
+        *carried("scheduler.params. warmup_num_steps total_num_steps", "scheduler", "whole"),
+        *carried(
+            "scheduler.params. warmup_min_lr warmup_max_lr warmup_min_ratio cos_min_ratio",
+            "scheduler",
+            "number",
         ),
-        *named(
-            "scheduler.params.",
-            "warmup_min_lr warmup_max_lr warmup_min_ratio cos_min_ratio",
-            kind="number",
-            fate="carried",
-            field="scheduler",
+        *carried("scheduler.params.*", "scheduler"),
+        *carried("gradient_clipping", "clip", "number"),
+        *adapted("zero_optimization", "zero", "flag", "true, of the first releases, is stage 1"),
+        *carried(
+            "zero_optimization.stage",
+            "zero",
+            "whole",
+            "1 the optimiser's state, 2 gradients, too, 3 parameters, too",
         ),
-        Key(name="scheduler.params.*", fate="carried", field="scheduler"),
-        Key(name="gradient_clipping", kind="number", fate="carried", field="clip"),
-        Key(
-            name="zero_optimization",
-            kind="flag",
-            fate="adapted",
-            field="zero",
-            note="true, of the first releases, is stage 1",
-        ),
-        Key(
-            name="zero_optimization.stage",
-            kind="whole",
-            fate="carried",
-            field="zero",
-            note="1 the optimiser's state, 2 gradients, too, 3 parameters, too",
-        ),
-        Key(
-            name="zero_optimization.mics_shard_size",
-            kind="whole",
-            fate="carried",
-            field="shards",
-            note="ranks that keep the state together; the others are copies",
+        *carried(
+            "zero_optimization.mics_shard_size",
+            "shards",
+            "whole",
+            "ranks that keep the state together; the others are copies",
             idle=(-1, 0),
         ),
-        Key(
-            name="zero_optimization.zero_hpz_partition_size",
-            kind="whole",
-            fate="lost",
-            note="headway has no second copy of the parameters inside a node; shards = ranks of a "
-            "node keeps all of the state there",
+        *lost(
+            "zero_optimization.zero_hpz_partition_size",
+            "headway has no second copy of the parameters inside a node; shards = ranks of a node "
+            "keeps all of the state there",
+            "whole",
             idle=(0, 1),
         ),
-        *named(
-            "zero_optimization.",
-            "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients",
-            kind="flag",
-            fate="lost",
-            note="with zero headway exchanges exactly; exchange.compress is for zero = 0",
+        *lost(
+            "zero_optimization. zero_quantized_weights zero_quantized_nontrainable_weights "
+            "zero_quantized_gradients",
+            "with zero headway exchanges exactly; exchange.compress is for zero = 0",
+            "flag",
             idle=(False,),
         ),
-        Key(
-            name="zero_optimization.zeropp_loco_param.*",
-            fate="lost",
-            note="with zero headway exchanges exactly",
-        ),
-        *named(
-            "zero_optimization.",
-            "offload_param.device offload_optimizer.device",
-            kind="text",
-            fate="lost",
-            note=NVME,
+        *lost("zero_optimization.zeropp_loco_param.*", "with zero headway exchanges exactly"),
+        *lost(
+            "zero_optimization. offload_param.device offload_optimizer.device",
+            NVME,
+            "text",
             idle=("none",),
         ),
-        *named(
-            "zero_optimization.",
-            "cpu_offload cpu_offload_params cpu_offload_param cpu_offload_use_pin_memory",
-            kind="flag",
-            fate="lost",
-            note=NVME,
+        *lost(
+            "zero_optimization. cpu_offload cpu_offload_params cpu_offload_param "
+            "cpu_offload_use_pin_memory",
+            NVME,
+            "flag",
             idle=(False,),
         ),
-        *named(
-            "zero_optimization.",
-            "offload_param.nvme_path offload_param.buffer_count offload_param.buffer_size "
-            "offload_param.max_in_cpu offload_param.pin_memory offload_optimizer.nvme_path "
-            "offload_optimizer.buffer_count offload_optimizer.pin_memory "
-            "offload_optimizer.pipeline_read offload_optimizer.pipeline_write "
-            "offload_optimizer.pipeline offload_optimizer.fast_init offload_optimizer.ratio "
-            "offload_optimizer.super_offload offload_optimizer.cpuadam_cores_perc "
-            "offload_optimizer.buffer_size",
-            note="it is part of offloading, which headway has not",
+        *unneeded(
+            "zero_optimization. offload_param.nvme_path offload_param.buffer_count "
+            "offload_param.buffer_size offload_param.max_in_cpu offload_param.pin_memory "
+            "offload_optimizer.nvme_path offload_optimizer.buffer_count "
+            "offload_optimizer.pin_memory offload_optimizer.pipeline_read "
+            "offload_optimizer.pipeline_write offload_optimizer.pipeline "
+            "offload_optimizer.fast_init offload_optimizer.ratio offload_optimizer.super_offload "
+            "offload_optimizer.cpuadam_cores_perc offload_optimizer.buffer_size",
+            "it is part of offloading, which headway has not",
         ),
-        Key(name="zero_optimization.zenflow.*", fate="lost", note=NVME),
-        *named(
-            "zero_optimization.",
-            "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce "
-            "allgather_partitions round_robin_gradients legacy_stage1",
-            kind="flag",
-            note=_BUCKETS,
+        *lost("zero_optimization.zenflow.*", NVME),
+        *unneeded(
+            "zero_optimization. contiguous_gradients reduce_scatter "
+            "use_multi_rank_bucket_allreduce allgather_partitions round_robin_gradients "
+            "legacy_stage1",
+            _BUCKETS,
+            "flag",
         ),
-        Key(
-            name="zero_optimization.overlap_comm",
-            kind="flag",
-            note="what is sent always overlaps with the backward pass",
+        *unneeded(
+            "zero_optimization.overlap_comm",
+            "what is sent always overlaps with the backward pass",
+            "flag",
         ),
-        *named(
-            "zero_optimization.",
-            "reduce_bucket_size allgather_bucket_size",
-            kind="whole",
-            note=_BUCKETS,
-        ),
-        *named(
-            "zero_optimization.",
-            "sub_group_size prefetch_bucket_size param_persistence_threshold "
+        *unneeded("zero_optimization. reduce_bucket_size allgather_bucket_size", _BUCKETS, "whole"),
+        *unneeded(
+            "zero_optimization. sub_group_size prefetch_bucket_size param_persistence_threshold "
             "model_persistence_threshold max_live_parameters max_reuse_distance "
             "stage3_prefetch_bucket_size stage3_param_persistence_threshold "
             "stage3_model_persistence_threshold stage3_max_live_parameters "
             "stage3_max_reuse_distance stage3_module_granularity_threshold "
             "module_granularity_threshold",
-            kind="whole",
-            note=_GATHER,
+            _GATHER,
+            "whole",
         ),
-        *named(
-            "zero_optimization.",
-            "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save "
-            "gather_16bit_weights_on_model_save",
-            kind="flag",
-            note="`headway checkpoint convert RUN model.safetensors` writes the whole model",
+        *unneeded(
+            "zero_optimization. stage3_gather_16bit_weights_on_model_save "
+            "stage3_gather_fp16_weights_on_model_save gather_16bit_weights_on_model_save",
+            "`headway checkpoint convert RUN model.safetensors` writes the whole model",
+            "flag",
         ),
-        *named(
-            "zero_optimization.",
-            "elastic_checkpoint load_from_fp32_weights pipeline_loading_checkpoint",
-            kind="flag",
-            note="checkpoints are by logical name and load on any number of ranks",
+        *unneeded(
+            "zero_optimization. elastic_checkpoint load_from_fp32_weights "
+            "pipeline_loading_checkpoint",
+            "checkpoints are by logical name and load on any number of ranks",
+            "flag",
         ),
-        *named(
-            "zero_optimization.",
-            "stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params "
-            "stage3_allgather_sequential allgather_sequential parameter_alignment "
-            "mics_hierarchical_params_gather memory_efficient_linear override_module_apply "
-            "log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory "
-            "ignore_unused_parameters",
-            kind="flag",
-            note="how DeepSpeed gathers parameters; FSDP2 gathers them here",
+        *unneeded(
+            "zero_optimization. stage3_use_all_reduce_for_fetch_params "
+            "use_all_reduce_for_fetch_params stage3_allgather_sequential allgather_sequential "
+            "parameter_alignment mics_hierarchical_params_gather memory_efficient_linear "
+            "override_module_apply log_trace_cache_warnings enable_sanity_checks "
+            "save_muon_momentum_buffer_in_memory ignore_unused_parameters",
+            "how DeepSpeed gathers parameters; FSDP2 gathers them here",
+            "flag",
         ),
-        Key(
-            name="zero_optimization.leaf_module.*",
-            note="FSDP2 needs no leaves; modules are gathered by their size",
+        *unneeded(
+            "zero_optimization.leaf_module.*",
+            "FSDP2 needs no leaves; modules are gathered by their size",
         ),
-        Key(name="zero_allow_untested_optimizer", kind="flag", note="every optimiser may be used"),
-        Key(name="zero_force_ds_cpu_optimizer", kind="flag", note="there is none"),
-        Key(
-            name="fp16.enabled",
-            kind="flag",
-            fate="lost",
-            note="headway computes in float32, float64 or bfloat16: the recipe has float32; write "
+        *unneeded("zero_allow_untested_optimizer", "every optimiser may be used", "flag"),
+        *unneeded("zero_force_ds_cpu_optimizer", "there is none", "flag"),
+        *lost(
+            "fp16.enabled",
+            "headway computes in float32, float64 or bfloat16: the recipe has float32; write "
             'precision = "bfloat16" where the device has it',
+            "flag",
             idle=(False,),
         ),
-        *named(
-            "fp16.",
-            "auto_cast loss_scale initial_scale_power loss_scale_window hysteresis "
+        *unneeded(
+            "fp16. auto_cast loss_scale initial_scale_power loss_scale_window hysteresis "
             "consecutive_hysteresis min_loss_scale fp16_master_weights_and_grads",
-            note=_LOSS_SCALE,
+            _LOSS_SCALE,
         ),
-        *named(
-            "",
+        *adapted(
             "bf16.enabled bfloat16.enabled",
-            kind="flag",
-            fate="adapted",
-            field="precision",
-            note="autocast; parameters and the optimiser's state stay float32, as DeepSpeed's "
-            "master weights",
+            "precision",
+            "flag",
+            "autocast; parameters and the optimiser's state stay float32, as DeepSpeed's master "
+            "weights",
             idle=(False,),
         ),
-        *named(
-            "",
+        *unneeded(
             "bf16.immediate_grad_update bf16.check_grad_overflow bf16.check_overflow "
             "bfloat16.immediate_grad_update",
-            kind="flag",
-            note="a loss that is not finite stops the run",
+            "a loss that is not finite stops the run",
+            "flag",
         ),
-        *named(
-            "",
+        *lost(
             "bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states",
-            kind="flag",
-            fate="lost",
-            note="parameters, gradients and the optimiser's state stay float32",
+            "parameters, gradients and the optimiser's state stay float32",
+            "flag",
             idle=(False,),
         ),
-        Key(
-            name="amp.*",
-            fate="lost",
-            note='apex is not used; write precision = "bfloat16" where the device has it',
+        *lost("amp.*", 'apex is not used; write precision = "bfloat16" where the device has it'),
+        *adapted("torch_autocast.enabled", "precision", "flag", "with dtype bfloat16"),
+        *adapted("torch_autocast.dtype", "precision", "text", "bfloat16 only"),
+        *lost("torch_autocast.lower_precision_safe_modules", "torch's own lists of operators hold"),
+        *lost(
+            "data_types.grad_accum_dtype", "gradients are summed in float32", "text", idle=("fp32",)
         ),
-        Key(
-            name="torch_autocast.enabled",
-            kind="flag",
-            fate="adapted",
-            field="precision",
-            note="with dtype bfloat16",
+        *lost(
+            "data_types. param_dtype buffer_dtype",
+            "parameters and buffers keep the type that the model gives them",
+            "text",
         ),
-        Key(
-            name="torch_autocast.dtype",
-            kind="text",
-            fate="adapted",
-            field="precision",
-            note="bfloat16 only",
+        *unneeded(
+            "data_types.keep_in_fp32_modules",
+            "autocast leaves all parameters and buffers in their type",
         ),
-        Key(
-            name="torch_autocast.lower_precision_safe_modules",
-            fate="lost",
-            note="torch's own lists of operators hold",
-        ),
-        Key(
-            name="data_types.grad_accum_dtype",
-            kind="text",
-            fate="lost",
-            note="gradients are summed in float32",
+        *adapted(
+            "communication_data_type",
+            "exchange.compress",
+            "text",
+            "with zero = 0: gradients travel as fp16 or bf16",
             idle=("fp32",),
         ),
-        *named(
-            "data_types.",
-            "param_dtype buffer_dtype",
-            kind="text",
-            fate="lost",
-            note="parameters and buffers keep the type that the model gives them",
+        *unneeded(
+            "seq_parallel_communication_data_type", "headway has no sequence parallelism", "text"
         ),
-        Key(
-            name="data_types.keep_in_fp32_modules",
-            note="autocast leaves all parameters and buffers in their type",
-        ),
-        Key(
-            name="communication_data_type",
-            kind="text",
-            fate="adapted",
-            field="exchange.compress",
-            note="with zero = 0: gradients travel as fp16 or bf16",
-            idle=("fp32",),
-        ),
-        Key(
-            name="seq_parallel_communication_data_type",
-            kind="text",
-            note="headway has no sequence parallelism",
-        ),
-        Key(
-            name="gradient_allreduce_op",
-            kind="text",
-            fate="carried",
-            field="exchange.reduce",
-            idle=("mean",),
-        ),
-        *named(
-            "",
+        *carried("gradient_allreduce_op", "exchange.reduce", "text", idle=("mean",)),
+        *unneeded(
             "prescale_gradients gradient_predivide_factor",
-            note="losses are divided by the global count before they are summed",
+            "losses are divided by the global count before they are summed",
         ),
-        Key(
-            name="sparse_gradients",
-            kind="flag",
-            fate="lost",
-            note='embeddings of which only used rows travel are split.tables = "row"',
+        *lost(
+            "sparse_gradients",
+            'embeddings of which only used rows travel are split.tables = "row"',
+            "flag",
             idle=(False,),
         ),
-        Key(name="disable_allgather", kind="flag", note="it chooses a collective"),
-        Key(
-            name="zero_optimization.compute_grad_norm",
-            kind="flag",
-            note="headway computes the norm of gradients where it clips them",
+        *unneeded("disable_allgather", "it chooses a collective", "flag"),
+        *unneeded(
+            "zero_optimization.compute_grad_norm",
+            "headway computes the norm of gradients where it clips them",
+            "flag",
         ),
-        Key(name="disable_python_gc", kind="flag", note="Python collects garbage as it likes"),
-        Key(
-            name="use_data_before_expert_parallelism",
-            kind="flag",
-            note="headway has no expert parallelism",
+        *unneeded("disable_python_gc", "Python collects garbage as it likes", "flag"),
+        *unneeded(
+            "use_data_before_expert_parallelism", "headway has no expert parallelism", "flag"
         ),
-        *named(
-            "activation_checkpointing.",
-            "partition_activations cpu_checkpointing contiguous_memory_optimization "
-            "synchronize_checkpoint_boundary profile",
-            kind="flag",
-            fate="lost",
-            note=_RECOMPUTE,
+        *lost(
+            "activation_checkpointing. partition_activations cpu_checkpointing "
+            "contiguous_memory_optimization synchronize_checkpoint_boundary profile",
+            _RECOMPUTE,
+            "flag",
             idle=(False,),
         ),
-        Key(
-            name="activation_checkpointing.number_checkpoints",
-            kind="whole",
-            fate="lost",
-            note=_RECOMPUTE,
+        *lost("activation_checkpointing.number_checkpoints", _RECOMPUTE, "whole"),
+        *carried("pipeline.stages", "stages", "whole"),
+        *adapted(
+            "pipeline.partition",
+            "pipeline.balance",
+            "text",
+            '"parameters"; others: balance = "time", or pipeline.cut names the modules',
         ),
-        Key(name="pipeline.stages", kind="whole", fate="carried", field="stages"),
-        Key(
-            name="pipeline.partition",
-            kind="text",
-            fate="adapted",
-            field="pipeline.balance",
-            note='"parameters"; others: balance = "time", or pipeline.cut names the modules',
+        *adapted(
+            "pipeline.activation_checkpoint_interval",
+            "pipeline.recompute",
+            "whole",
+            "blocks, one at a time",
         ),
-        Key(
-            name="pipeline.activation_checkpoint_interval",
-            kind="whole",
-            fate="adapted",
-            field="pipeline.recompute",
-            note="blocks, one at a time",
+        *unneeded("pipeline.seed_layers", "a seed depends on nothing but itself", "flag"),
+        *unneeded(
+            "pipeline. pipe_partitioned grad_partitioned use_reentrant",
+            "how DeepSpeed sends activations",
+            "flag",
         ),
-        Key(name="pipeline.seed_layers", kind="flag", note="a seed depends on nothing but itself"),
-        *named(
-            "pipeline.",
-            "pipe_partitioned grad_partitioned use_reentrant",
-            kind="flag",
-            note="how DeepSpeed sends activations",
-        ),
-        Key(
-            name="tensor_parallel.autotp_size",
-            kind="whole",
-            fate="carried",
-            field="split.tensor",
-            note="linear layers over so many ranks",
+        *carried(
+            "tensor_parallel.autotp_size",
+            "split.tensor",
+            "whole",
+            "linear layers over so many ranks",
             idle=(0, 1),
         ),
-        Key(
-            name="tensor_parallel.*",
-            note="which layers are split, split.only and split.whole say by name",
+        *unneeded(
+            "tensor_parallel.*", "which layers are split, split.only and split.whole say by name"
         ),
-        Key(
-            name="sequence_parallel_size",
-            kind="whole",
-            fate="lost",
-            note="headway has no sequence parallelism; these ranks take shares of the batch",
+        *lost(
+            "sequence_parallel_size",
+            "headway has no sequence parallelism; these ranks take shares of the batch",
+            "whole",
             idle=(0, 1),
         ),
-        Key(
-            name="expert_parallel.*",
-            fate="lost",
-            note="headway has no expert parallelism; every rank has all experts",
+        *lost("expert_parallel.*", "headway has no expert parallelism; every rank has all experts"),
+        *carried("dataloader_drop_last", "drop_last", "flag"),
+        *unneeded(
+            "steps_per_print",
+            "`headway train` shows its progress, and the run directory has every step",
+            "number",
         ),
-        Key(name="dataloader_drop_last", kind="flag", fate="carried", field="drop_last"),
-        Key(
-            name="steps_per_print",
-            kind="number",
-            note="`headway train` shows its progress, and the run directory has every step",
-        ),
-        *named("", "wall_clock_breakdown memory_breakdown dump_state", kind="flag", note=HOST),
-        Key(name="log_level", kind="text", note="Python's logging decides"),
-        Key(
-            name="tensorboard.enabled",
-            kind="flag",
-            fate="carried",
-            field="loggers",
-            note="into the run directory",
-        ),
-        Key(name="wandb.enabled", kind="flag", fate="carried", field="loggers"),
-        Key(
-            name="csv_monitor.enabled",
-            kind="flag",
-            fate="carried",
-            field="loggers",
-            note="metrics.csv in the run directory",
-        ),
-        *named(
-            "",
+        *unneeded("wall_clock_breakdown memory_breakdown dump_state", HOST, "flag"),
+        *unneeded("log_level", "Python's logging decides", "text"),
+        *carried("tensorboard.enabled", "loggers", "flag", "into the run directory"),
+        *carried("wandb.enabled", "loggers", "flag"),
+        *carried("csv_monitor.enabled", "loggers", "flag", "metrics.csv in the run directory"),
+        *unneeded(
             "tensorboard.output_path tensorboard.job_name csv_monitor.output_path "
             "csv_monitor.job_name",
-            kind="text",
-            note="records are in the run directory",
+            "records are in the run directory",
+            "text",
         ),
-        *named(
-            "wandb.",
-            "project team group",
-            kind="text",
-            fate="lost",
-            note="set WANDB_PROJECT, WANDB_ENTITY, WANDB_RUN_GROUP",
+        *lost(
+            "wandb. project team group", "set WANDB_PROJECT, WANDB_ENTITY, WANDB_RUN_GROUP", "text"
         ),
-        Key(
-            name="comet.*",
-            fate="lost",
-            note="loggers may be a function that returns a logger: one that makes a Comet "
-            "experiment",
+        *lost(
+            "comet.*",
+            "loggers may be a function that returns a logger: one that makes a Comet experiment",
         ),
-        Key(
-            name="flops_profiler.*",
-            note="`headway report RUN` and `headway explain` show time and work by layer",
+        *unneeded(
+            "flops_profiler.*",
+            "`headway report RUN` and `headway explain` show time and work by layer",
         ),
-        Key(name="comms_logger.*", note="the run's report shows what each exchange sends"),
-        Key(
-            name="autotuning.*",
-            fate="lost",
-            note="`headway plan RECIPE` and `headway train --plan auto` search plans",
+        *unneeded("comms_logger.*", "the run's report shows what each exchange sends"),
+        *lost("autotuning.*", "`headway plan RECIPE` and `headway train --plan auto` search plans"),
+        *lost(
+            "elasticity.*", "the global batch stays what it is, on any number of ranks: --batch N"
         ),
-        Key(
-            name="elasticity.*",
-            fate="lost",
-            note="the global batch stays what it is, on any number of ranks: --batch N",
-        ),
-        Key(name="aio.*", note="headway does not offload to disks"),
-        Key(name="sparse_attention.*", fate="lost", note=MODEL),
-        Key(name="progressive_layer_drop.*", fate="lost", note=MODEL),
-        Key(name="compression_training.*", fate="lost", note=MODEL),
-        Key(name="quantize_training.*", fate="lost", note=MODEL),
-        Key(name="eigenvalue.*", fate="lost", note=MODEL),
-        Key(name="hybrid_engine.*", fate="lost", note="headway trains; it does not generate"),
-        *named(
-            "",
+        *unneeded("aio.*", "headway does not offload to disks"),
+        *lost("sparse_attention.*", MODEL),
+        *lost("progressive_layer_drop.*", MODEL),
+        *lost("compression_training.*", MODEL),
+        *lost("quantize_training.*", MODEL),
+        *lost("eigenvalue.*", MODEL),
+        *lost("hybrid_engine.*", "headway trains; it does not generate"),
+        *lost(
             "curriculum_learning.* data_efficiency.*",
-            fate="lost",
-            note="the order of samples is the data's: a `Source` may give harder ones later",
+            "the order of samples is the data's: a `Source` may give harder ones later",
         ),
-        *named(
-            "checkpoint.",
-            "tag_validation load_universal use_node_local_storage parallel_write.pipeline_stage "
-            "writer.* checkpoint_serialization",
-            note="checkpoints are by logical name, written by all ranks, and load on any number "
-            "of them",
+        *unneeded(
+            "checkpoint. tag_validation load_universal use_node_local_storage "
+            "parallel_write.pipeline_stage writer.* checkpoint_serialization",
+            "checkpoints are by logical name, written by all ranks, and load on any number of them",
         ),
-        *named("", "nebula.* datastates_ckpt.*", note="checkpoints are asynchronous already"),
-        *named(
-            "",
+        *unneeded("nebula.* datastates_ckpt.*", "checkpoints are asynchronous already"),
+        *lost(
             "compile.* graph_harvesting vocabulary_size",
-            fate="lost",
-            note="apply torch.compile in the function that builds the model",
+            "apply torch.compile in the function that builds the model",
             idle=(False,),
         ),
     ),

@@ -58,14 +58,53 @@ class Key:
     idle: tuple[object, ...] = ()
 
 
-def named(prefix: str, names: str | Sequence[str], **facts: Any) -> tuple[Key, ...]:
-    """Keys that share their fate.
+def carried(
+    names: str | Sequence[str],
+    field: str,
+    kind: Kind = "any",
+    note: str = "",
+    *,
+    idle: tuple[object, ...] = (),
+) -> tuple[Key, ...]:
+    """Keys that become a field.
 
     Args:
-        names: In one text, with spaces between them, or one by one.
+        names: One by one, or in one text with spaces between them; a first word that ends with a
+            dot stands in front of all others.
     """
-    each = names.split() if isinstance(names, str) else names
-    return tuple(Key(name=f"{prefix}{name}", **facts) for name in each)
+    return _keys(names, kind=kind, fate="carried", field=field, note=note, idle=idle)
+
+
+def adapted(
+    names: str | Sequence[str],
+    field: str,
+    kind: Kind = "any",
+    note: str = "",
+    *,
+    idle: tuple[object, ...] = (),
+) -> tuple[Key, ...]:
+    """Keys that become a field which does not mean just the same; names as in `carried`."""
+    return _keys(names, kind=kind, fate="adapted", field=field, note=note, idle=idle)
+
+
+def unneeded(
+    names: str | Sequence[str], note: str, kind: Kind = "any", *, idle: tuple[object, ...] = ()
+) -> tuple[Key, ...]:
+    """Keys that nothing needs to come of; names as in `carried`."""
+    return _keys(names, kind=kind, fate="unneeded", note=note, idle=idle)
+
+
+def lost(
+    names: str | Sequence[str], note: str, kind: Kind = "any", *, idle: tuple[object, ...] = ()
+) -> tuple[Key, ...]:
+    """Keys that nothing comes of; names as in `carried`."""
+    return _keys(names, kind=kind, fate="lost", note=note, idle=idle)
+
+
+def _keys(names: str | Sequence[str], **facts: Any) -> tuple[Key, ...]:
+    words = names.split() if isinstance(names, str) else list(names)
+    prefix = words.pop(0) if words[0].endswith(".") else ""
+    return tuple(Key(name=f"{prefix}{word}", **facts) for word in words)
 
 
 @dataclass(frozen=True, kw_only=True)

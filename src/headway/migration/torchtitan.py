@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from headway.migration.batch_equation import BatchEquation, solve_batch
-from headway.migration.key_table import Key, KeyTable, Switch, named
+from headway.migration.key_table import KeyTable, Switch, adapted, carried, lost, unneeded
 from headway.migration.settings import ImportedCall
 from headway.migration.translation import Translation
 
@@ -75,443 +75,275 @@ TABLE = KeyTable(
         Switch(section="memory_estimation", keys=("enable", "enabled")),
     ),
     keys=(
-        *named("job.", "config_file description dump_folder", note=_RUN),
-        *named(
-            "job.",
-            "print_args print_config save_config_file save_config_folder use_for_integration_test",
-            note="the run directory holds recipe and plan",
+        *unneeded("job. config_file description dump_folder", _RUN),
+        *unneeded(
+            "job. print_args print_config save_config_file save_config_folder "
+            "use_for_integration_test",
+            "the run directory holds recipe and plan",
         ),
-        Key(
-            name="job.custom_config_module",
-            fate="lost",
-            note="a recipe is Python or TOML; write what it adds there",
-        ),
+        *lost("job.custom_config_module", "a recipe is Python or TOML; write what it adds there"),
         # Model and data
-        *named("model.", "name flavor", kind="text", fate="lost", note=_MODEL),
-        Key(
-            name="model.hf_assets_path",
-            fate="lost",
-            note="weights = DIRECTORY starts from a model that `save_pretrained` has written",
+        *lost("model. name flavor", _MODEL, "text"),
+        *lost(
+            "model.hf_assets_path",
+            "weights = DIRECTORY starts from a model that `save_pretrained` has written",
         ),
-        Key(name="model.tokenizer_path", fate="lost", note=_DATA),
-        *named(
-            "model.",
-            "norm_type use_flex_attn attn_mask_type print_after_conversion",
-            fate="lost",
-            note=_MODEL,
-        ),
-        Key(name="model.converters", fate="lost", note=_FLOAT8),
-        *named("training.", "dataset dataset_path", fate="lost", note=_DATA),
-        Key(name="training.seq_len", kind="whole", fate="carried", field="tokens_per_sample"),
-        Key(name="training.dataloader.num_workers", kind="whole", fate="carried", field="workers"),
-        *named(
-            "training.dataloader.",
-            "persistent_workers pin_memory prefetch_factor",
-            note="headway starts and feeds its loader processes itself",
+        *lost("model.tokenizer_path", _DATA),
+        *lost("model. norm_type use_flex_attn attn_mask_type print_after_conversion", _MODEL),
+        *lost("model.converters", _FLOAT8),
+        *lost("training. dataset dataset_path", _DATA),
+        *carried("training.seq_len", "tokens_per_sample", "whole"),
+        *carried("training.dataloader.num_workers", "workers", "whole"),
+        *unneeded(
+            "training.dataloader. persistent_workers pin_memory prefetch_factor",
+            "headway starts and feeds its loader processes itself",
         ),
         # Batch and length
-        *named(
-            "training.",
-            "local_batch_size batch_size",
-            kind="whole",
-            fate="adapted",
-            field="batch",
-            note="of one rank; headway states the global batch",
+        *adapted(
+            "training. local_batch_size batch_size",
+            "batch",
+            "whole",
+            "of one rank; headway states the global batch",
         ),
-        Key(
-            name="training.global_batch_size",
-            kind="whole",
-            fate="carried",
-            field="batch",
-            idle=(-1,),
-        ),
-        Key(name="training.steps", kind="whole", fate="carried", field="stop"),
-        Key(name="training.max_norm", kind="number", fate="carried", field="clip"),
+        *carried("training.global_batch_size", "batch", "whole", idle=(-1,)),
+        *carried("training.steps", "stop", "whole"),
+        *carried("training.max_norm", "clip", "number"),
         # Precision
-        Key(
-            name="training.mixed_precision_param",
-            kind="text",
-            fate="adapted",
-            field="precision",
-            note="autocast",
-        ),
-        Key(
-            name="training.mixed_precision_reduce",
-            kind="text",
-            fate="lost",
+        *adapted("training.mixed_precision_param", "precision", "text", "autocast"),
+        *lost(
+            "training.mixed_precision_reduce",
+            "gradients are summed in their own type, float32",
+            "text",
             idle=("float32",),
-            note="gradients are summed in their own type, float32",
         ),
-        Key(
-            name="training.dtype",
-            kind="text",
-            fate="lost",
+        *lost(
+            "training.dtype",
+            "parameters have the type that the model gives them",
+            "text",
             idle=("float32",),
-            note="parameters have the type that the model gives them",
         ),
-        Key(
-            name="training.enable_cpu_offload",
-            kind="flag",
-            fate="lost",
+        *lost(
+            "training.enable_cpu_offload",
+            "headway keeps all state in the memory of the device; use more ranks",
+            "flag",
             idle=(False,),
-            note="headway keeps all state in the memory of the device; use more ranks",
         ),
-        *named(
-            "training.",
-            "gc_freq gc_debug",
-            note="Python collects garbage as it likes; it has no setting here",
+        *unneeded(
+            "training. gc_freq gc_debug",
+            "Python collects garbage as it likes; it has no setting here",
         ),
-        Key(name="training.compile", kind="flag", fate="lost", note=_COMPILE, idle=(False,)),
-        Key(
-            name="training.deterministic",
-            kind="flag",
-            note="sample order and random numbers depend on the seed alone; of a GPU's kernels "
+        *lost("training.compile", _COMPILE, "flag", idle=(False,)),
+        *unneeded(
+            "training.deterministic",
+            "sample order and random numbers depend on the seed alone; of a GPU's kernels "
             "torch.use_deterministic_algorithms decides",
+            "flag",
         ),
-        Key(name="training.seed", kind="whole", fate="carried", field="seed"),
-        Key(name="training.warmup_steps", kind="whole", fate="carried", field="scheduler.warmup"),
-        Key(
-            name="training.warmup_pct",
-            kind="number",
-            fate="adapted",
-            field="scheduler.warmup",
-            note="a part of all steps",
-        ),
-        Key(
-            name="training.data_parallel_type",
-            kind="text",
-            fate="lost",
-            idle=("fsdp",),
-            note="zero = 0 is ddp",
-        ),
-        *named(
-            "training.",
-            "fp8_linear enable_fp8_linear enable_float8_linear enable_fsdp_float8_all_gather "
-            "enable_fsdp_fp8_all_gather "
+        *carried("training.seed", "seed", "whole"),
+        *carried("training.warmup_steps", "scheduler.warmup", "whole"),
+        *adapted("training.warmup_pct", "scheduler.warmup", "number", "a part of all steps"),
+        *lost("training.data_parallel_type", "zero = 0 is ddp", "text", idle=("fsdp",)),
+        *lost(
+            "training. fp8_linear enable_fp8_linear enable_float8_linear "
+            "enable_fsdp_float8_all_gather enable_fsdp_fp8_all_gather "
             "precompute_float8_dynamic_scale_for_fsdp float8_scaling_type_input "
             "float8_scaling_type_weight float8_scaling_type_grad_output",
-            fate="lost",
-            note=_FLOAT8,
+            _FLOAT8,
             idle=(False, ""),
         ),
         # Parallelism
-        *named(
-            "",
-            _DP_REPLICATE,
-            kind="whole",
-            fate="adapted",
-            field="shards",
-            note="copies of the ranks that keep the state together",
+        *adapted(
+            _DP_REPLICATE, "shards", "whole", "copies of the ranks that keep the state together"
         ),
-        *named(
-            "",
-            _DP_SHARD,
-            kind="whole",
-            fate="adapted",
-            field="zero",
-            note="zero = 3 over so many ranks; -1: over all that are left",
+        *adapted(
+            _DP_SHARD, "zero", "whole", "zero = 3 over so many ranks; -1: over all that are left"
         ),
-        *named("", _TP, kind="whole", fate="carried", field="split.tensor", idle=(1,)),
-        Key(
-            name="training.sequence_parallel_degree",
-            kind="whole",
-            fate="lost",
+        *carried(_TP, "split.tensor", "whole", idle=(1,)),
+        *lost(
+            "training.sequence_parallel_degree",
+            "the first releases' tensor parallelism; write split.tensor = [N]",
+            "whole",
             idle=(1,),
-            note="the first releases' tensor parallelism; write split.tensor = [N]",
         ),
-        *named("", _PP, kind="whole", fate="carried", field="stages", idle=(1,)),
-        *named("", _CP, kind="whole", fate="lost", note=_CONTEXT, idle=(1,)),
-        *named(
-            "",
+        *carried(_PP, "stages", "whole", idle=(1,)),
+        *lost(_CP, _CONTEXT, "whole", idle=(1,)),
+        *unneeded(
             "parallelism.context_parallel_rotate_method parallelism.context_parallel_load_balancer "
             "experimental.context_parallel_rotate_method",
-            note="it is part of splitting sequences",
+            "it is part of splitting sequences",
         ),
-        *named(
-            "",
+        *adapted(
             _RESHARD,
-            kind="text",
-            fate="adapted",
-            field="zero",
-            note="always: zero = 3; never: zero = 2; default: 3, and 2 with stages",
+            "zero",
+            "text",
+            "always: zero = 3; never: zero = 2; default: 3, and 2 with stages",
         ),
-        *named(
-            "",
+        *unneeded(
             "parallelism.disable_loss_parallel training.disable_loss_parallel "
             "training.enable_loss_parallel",
-            note="logits are gathered before the loss",
+            "logits are gathered before the loss",
         ),
-        *named(
-            "",
+        *lost(
             "parallelism.enable_async_tensor_parallel experimental.enable_async_tensor_parallel "
             "parallelism.enable_compiled_autograd experimental.enable_compiled_autograd",
-            fate="lost",
-            note="split layers exchange between operators",
+            "split layers exchange between operators",
             idle=(False,),
         ),
-        *named("", _SCHEDULE, kind="text", fate="carried", field="pipeline.schedule"),
-        *named(
-            "",
+        *carried(_SCHEDULE, "pipeline.schedule", "text"),
+        *lost(
             "parallelism.pipeline_parallel_schedule_csv "
             "experimental.pipeline_parallel_schedule_csv",
-            kind="text",
-            fate="lost",
-            note="`headway train RECIPE --schedule TABLE.csv` runs a table of torch's form",
+            "`headway train RECIPE --schedule TABLE.csv` runs a table of torch's form",
+            "text",
         ),
-        *named(
-            "",
+        *adapted(
             _SPLIT_POINTS,
-            kind="list",
-            fate="adapted",
-            field="pipeline.cut",
-            note="names of the modules with which the second and later stages begin",
+            "pipeline.cut",
+            "list",
+            "names of the modules with which the second and later stages begin",
         ),
-        Key(
-            name="parallelism.pipeline_parallel_microbatch_size",
-            kind="whole",
-            fate="carried",
-            field="microbatch",
+        *carried("parallelism.pipeline_parallel_microbatch_size", "microbatch", "whole"),
+        *carried(_MICROBATCHES, "pipeline.microbatches", "whole"),
+        *unneeded(
+            "experimental.pipeline_parallel_split_mode",
+            "the model is cut where pipeline.cut or its parameters say",
+            "text",
         ),
-        *named(
-            "",
-            _MICROBATCHES,
-            kind="whole",
-            fate="carried",
-            field="pipeline.microbatches",
+        *lost(
+            "parallelism. pipeline_parallel_layers_per_stage "
+            "pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers "
+            "module_fqns_per_model_part",
+            "stages of equal numbers of parameters, or of equal time with pipeline.balance = "
+            '"time"; pipeline.cut names the modules',
         ),
-        Key(
-            name="experimental.pipeline_parallel_split_mode",
-            kind="text",
-            note="the model is cut where pipeline.cut or its parameters say",
-        ),
-        *named(
-            "parallelism.",
-            "pipeline_parallel_layers_per_stage pipeline_parallel_first_stage_less_layers "
-            "pipeline_parallel_last_stage_less_layers module_fqns_per_model_part",
-            fate="lost",
-            note="stages of equal numbers of parameters, or of equal time with "
-            'pipeline.balance = "time"; pipeline.cut names the modules',
-        ),
-        *named(
-            "parallelism.",
-            "expert_parallel_degree expert_tensor_parallel_degree",
-            kind="whole",
-            fate="lost",
-            note=_EXPERT,
+        *lost(
+            "parallelism. expert_parallel_degree expert_tensor_parallel_degree",
+            _EXPERT,
+            "whole",
             idle=(1,),
         ),
-        *named(
-            "parallelism.",
-            "expert_parallel_comm_backend pipeline_parallel_expert_parallel_overlap "
+        *unneeded(
+            "parallelism. expert_parallel_comm_backend pipeline_parallel_expert_parallel_overlap "
             "expert_parallel_a2a_impl",
-            note="it is part of expert parallelism",
+            "it is part of expert parallelism",
         ),
-        Key(name="experimental.torch_spmd", kind="flag", fate="lost", note=_MODEL, idle=(False,)),
-        *named(
-            "experimental.",
-            "custom_import custom_args_module custom_model_path",
-            fate="lost",
-            note=_MODEL,
-            idle=("",),
+        *lost("experimental.torch_spmd", _MODEL, "flag", idle=(False,)),
+        *lost(
+            "experimental. custom_import custom_args_module custom_model_path", _MODEL, idle=("",)
         ),
         # Optimiser and schedule
-        Key(name="optimizer.name", kind="text", fate="carried", field="optimizer"),
-        *named(
-            "optimizer.",
-            "lr beta1 beta2 eps weight_decay",
-            kind="number",
-            fate="carried",
-            field="optimizer",
+        *carried("optimizer.name", "optimizer", "text"),
+        *carried("optimizer. lr beta1 beta2 eps weight_decay", "optimizer", "number"),
+        *unneeded(
+            "optimizer. implementation fused", "it chooses an implementation of the same optimiser"
         ),
-        *named(
-            "optimizer.",
-            "implementation fused",
-            note="it chooses an implementation of the same optimiser",
-        ),
-        Key(
-            name="optimizer.early_step_in_backward",
-            kind="flag",
-            fate="lost",
+        *lost(
+            "optimizer.early_step_in_backward",
+            "exchange.priority steps bucket by bucket, exactly, with zero = 0",
+            "flag",
             idle=(False,),
-            note="exchange.priority steps bucket by bucket, exactly, with zero = 0",
         ),
-        Key(
-            name="lr_scheduler.warmup_steps", kind="whole", fate="carried", field="scheduler.warmup"
-        ),
-        Key(name="lr_scheduler.total_steps", kind="whole", fate="carried", field="scheduler.steps"),
-        Key(
-            name="lr_scheduler.decay_ratio",
-            kind="number",
-            fate="carried",
-            field="scheduler.decay_ratio",
-        ),
-        Key(name="lr_scheduler.decay_type", kind="text", fate="carried", field="scheduler.shape"),
-        *named(
-            "lr_scheduler.",
-            "min_lr_factor lr_min",
-            kind="number",
-            fate="carried",
-            field="scheduler.end",
-        ),
+        *carried("lr_scheduler.warmup_steps", "scheduler.warmup", "whole"),
+        *carried("lr_scheduler.total_steps", "scheduler.steps", "whole"),
+        *carried("lr_scheduler.decay_ratio", "scheduler.decay_ratio", "number"),
+        *carried("lr_scheduler.decay_type", "scheduler.shape", "text"),
+        *carried("lr_scheduler. min_lr_factor lr_min", "scheduler.end", "number"),
         # Checkpoints, validation, records
-        *named(
-            "",
-            _CHECKPOINT,
-            kind="flag",
-            fate="carried",
-            field="checkpoint_every",
-            note="headway always writes one at the end",
+        *carried(_CHECKPOINT, "checkpoint_every", "flag", "headway always writes one at the end"),
+        *carried("checkpoint.interval", "checkpoint_every", "whole"),
+        *lost("checkpoint.interval_type", "steps only", "text", idle=("steps",)),
+        *carried("checkpoint.keep_latest_k", "checkpoint_keep", "whole"),
+        *unneeded("checkpoint. folder create_seed_checkpoint", _RUN),
+        *unneeded(
+            "checkpoint.async_mode", "checkpoints are always written while training goes on", "text"
         ),
-        Key(name="checkpoint.interval", kind="whole", fate="carried", field="checkpoint_every"),
-        Key(
-            name="checkpoint.interval_type",
-            kind="text",
-            fate="lost",
-            idle=("steps",),
-            note="steps only",
-        ),
-        Key(name="checkpoint.keep_latest_k", kind="whole", fate="carried", field="checkpoint_keep"),
-        *named("checkpoint.", "folder create_seed_checkpoint", note=_RUN),
-        Key(
-            name="checkpoint.async_mode",
-            kind="text",
-            note="checkpoints are always written while training goes on",
-        ),
-        *named(
-            "checkpoint.",
-            "export_dtype last_save_model_only last_save_in_hf model_weights_only "
+        *unneeded(
+            "checkpoint. export_dtype last_save_model_only last_save_in_hf model_weights_only "
             "initial_load_in_hf initial_load_in_hf_quantized initial_load_model_only "
             "initial_load_model_weights_only last_save_model_weights_only "
             "last_save_in_safetensors_format",
-            note=_HF,
+            _HF,
         ),
-        Key(
-            name="checkpoint.initial_load_path",
-            fate="lost",
-            note="weights = FILE starts from a model, --resume continues a run; " + _HF,
+        *lost(
+            "checkpoint.initial_load_path",
+            "weights = FILE starts from a model, --resume continues a run; " + _HF,
         ),
-        *named(
-            "checkpoint.",
-            "load_step exclude_from_loading load_only",
-            fate="lost",
-            note="a run continues from its newest checkpoint; weights_only chooses tensors",
+        *lost(
+            "checkpoint. load_step exclude_from_loading load_only",
+            "a run continues from its newest checkpoint; weights_only chooses tensors",
             idle=(-1, False),
         ),
-        *named(
-            "checkpoint.",
-            "enable_first_step_checkpoint enable_ft_dataloader_checkpoints",
-            note="a run that dies before its first checkpoint begins again",
+        *unneeded(
+            "checkpoint. enable_first_step_checkpoint enable_ft_dataloader_checkpoints",
+            "a run that dies before its first checkpoint begins again",
         ),
-        *named(
-            "validation.",
-            "enable enabled",
-            kind="flag",
-            fate="adapted",
-            field="validate_every",
-            note="[validation] names its data: --validation",
+        *adapted(
+            "validation. enable enabled",
+            "validate_every",
+            "flag",
+            "[validation] names its data: --validation",
         ),
-        Key(name="validation.freq", kind="whole", fate="carried", field="validate_every"),
-        Key(
-            name="validation.steps",
-            kind="whole",
-            fate="adapted",
-            field="validation_samples",
-            note="in samples: steps x local_batch_size x copies",
+        *carried("validation.freq", "validate_every", "whole"),
+        *adapted(
+            "validation.steps",
+            "validation_samples",
+            "whole",
+            "in samples: steps x local_batch_size x copies",
             idle=(-1,),
         ),
-        Key(
-            name="validation.local_batch_size",
-            kind="whole",
-            note="validation uses the micro-batches of training",
+        *unneeded(
+            "validation.local_batch_size", "validation uses the micro-batches of training", "whole"
         ),
-        *named(
-            "validation.",
-            "dataset dataset_path seq_len dataloader.*",
-            fate="lost",
-            note="name the function that makes it: [validation] call = MODULE:NAME",
+        *lost(
+            "validation. dataset dataset_path seq_len dataloader.*",
+            "name the function that makes it: [validation] call = MODULE:NAME",
         ),
-        Key(
-            name="metrics.enable_tensorboard",
-            kind="flag",
-            fate="carried",
-            field="loggers",
-            idle=(False,),
+        *carried("metrics.enable_tensorboard", "loggers", "flag", idle=(False,)),
+        *carried("metrics.enable_wandb", "loggers", "flag", idle=(False,)),
+        *unneeded(
+            "metrics. log_freq disable_color_printing enable_color_printing save_tb_folder "
+            "rank_0_only disable_logging_from_checkpoint save_for_all_ranks",
+            "every step is recorded, by rank 0",
         ),
-        Key(
-            name="metrics.enable_wandb", kind="flag", fate="carried", field="loggers", idle=(False,)
+        *unneeded("profiling.*", "--trace-steps N: a timeline every N steps"),
+        *unneeded(
+            "memory_estimation.* estimate.*", "`headway plan RECIPE --cluster C` shows the memory"
         ),
-        *named(
-            "metrics.",
-            "log_freq disable_color_printing enable_color_printing save_tb_folder rank_0_only "
-            "disable_logging_from_checkpoint "
-            "save_for_all_ranks",
-            note="every step is recorded, by rank 0",
-        ),
-        Key(name="profiling.*", note="--trace-steps N: a timeline every N steps"),
-        *named(
-            "",
-            "memory_estimation.* estimate.*",
-            note="`headway plan RECIPE --cluster C` shows the memory",
-        ),
-        Key(
-            name="activation_checkpoint.mode",
-            kind="text",
-            fate="adapted",
-            field="pipeline.recompute",
-            note=_SAC,
-            idle=("none",),
-        ),
-        Key(name="activation_checkpoint.*", note="it is part of activation checkpointing"),
-        Key(name="compile.enable", kind="flag", fate="lost", note=_COMPILE, idle=(False,)),
-        Key(name="compile.*", note="it is part of compiling"),
-        Key(
-            name="float8.enable_float8_linear",
-            kind="flag",
-            fate="lost",
-            note=_FLOAT8,
-            idle=(False,),
-        ),
-        *named("", "float8.* mx.* quantize.*", note="it is part of float8, which headway has not"),
+        *adapted("activation_checkpoint.mode", "pipeline.recompute", "text", _SAC, idle=("none",)),
+        *unneeded("activation_checkpoint.*", "it is part of activation checkpointing"),
+        *lost("compile.enable", _COMPILE, "flag", idle=(False,)),
+        *unneeded("compile.*", "it is part of compiling"),
+        *lost("float8.enable_float8_linear", _FLOAT8, "flag", idle=(False,)),
+        *unneeded("float8.* mx.* quantize.*", "it is part of float8, which headway has not"),
         # Communication and faults
-        *named(
-            "comm.",
-            "init_timeout_seconds train_timeout_seconds",
-            kind="whole",
-            fate="adapted",
-            field="timeout",
-            note="headway train --timeout: one for all waits, the longer of the two",
+        *adapted(
+            "comm. init_timeout_seconds train_timeout_seconds",
+            "timeout",
+            "whole",
+            "headway train --timeout: one for all waits, the longer of the two",
         ),
-        *named(
-            "comm.",
-            "trace_buf_size save_traces_folder save_traces_file_prefix",
-            note="a wait that ends names the rank that is missing",
+        *unneeded(
+            "comm. trace_buf_size save_traces_folder save_traces_file_prefix",
+            "a wait that ends names the rank that is missing",
         ),
-        Key(
-            name="comm.mode",
-            kind="text",
-            fate="lost",
-            idle=("default",),
-            note="`headway simulate plan.json` needs no devices",
+        *lost(
+            "comm.mode", "`headway simulate plan.json` needs no devices", "text", idle=("default",)
         ),
-        Key(
-            name="fault_tolerance.*",
-            fate="lost",
-            note="workers that agree in rounds survive one another's death: see synchrony; dead "
-            "workers are started again (--restarts)",
+        *lost(
+            "fault_tolerance.*",
+            "workers that agree in rounds survive one another's death: see synchrony; dead workers "
+            "are started again (--restarts)",
         ),
-        Key(name="debug.seed", kind="whole", fate="carried", field="seed"),
-        *named(
-            "debug.",
-            "deterministic deterministic_warn_only",
-            note="sample order and random numbers depend on the seed alone; of a GPU's "
-            "kernels torch.use_deterministic_algorithms decides",
+        *carried("debug.seed", "seed", "whole"),
+        *unneeded(
+            "debug. deterministic deterministic_warn_only",
+            "sample order and random numbers depend on the seed alone; of a GPU's kernels "
+            "torch.use_deterministic_algorithms decides",
         ),
-        *named(
-            "",
+        *lost(
             "debug.moe_force_load_balance training.debug_moe_force_load_balance",
-            kind="flag",
-            fate="lost",
-            note=_MODEL,
+            _MODEL,
+            "flag",
             idle=(False,),
         ),
     ),
