@@ -214,7 +214,7 @@ def test_all_problems_come_at_once_with_their_lines(tmp_path):
         ":4",
         ":5",
     ]
-    assert "1 is not a table, as with bf16." in str(caught.value)
+    assert "1 is not a table, as with bf16.enabled" in str(caught.value)
 
 
 def test_what_nobody_says_is_missing_and_not_invented(tmp_path):

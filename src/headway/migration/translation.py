@@ -109,7 +109,8 @@ class Translation:
             return
         if key is None:
             if inner := self.table.known_at(path):
-                self.problem(name, f"{_short(value)} is not a table, as with {name}.{inner[0]}")
+                example = "enabled" if "enabled" in inner else inner[0]
+                self.problem(name, f"{_short(value)} is not a table, as with {name}.{example}")
             return
         try:
             self._values[name] = normal(key.kind, value)
