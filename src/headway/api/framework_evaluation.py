@@ -57,7 +57,7 @@ TASKS = (
         ),
     ),
     EvaluationTask(
-        name="images",
+        name="vision",
         heading="A ResNet on images",
         recipe="resnet",
         overrides=(

@@ -156,7 +156,8 @@ def _measure(job: WorkerJob, adapter: FrameworkAdapter, given: FrameworkJob) -> 
             cpu, sent = _cpu_seconds(), _sent_bytes(job.interface)
         loss = adapter.step(next(batches))
         # As a loop does that prints it; it also ends whatever the step has left to be done.
-        losses.append(None if loss is None else _finite(float(loss), step))
+        number = loss if loss is None or isinstance(loss, float) else loss.detach()
+        losses.append(None if number is None else _finite(float(number), step))
         stamps.append(time.perf_counter())
         if step == 0:
             first = time.time()
@@ -201,7 +202,9 @@ def _batches(adapter: FrameworkAdapter, given: FrameworkJob, job: WorkerJob) -> 
 
 def _parameter_bytes(model: Any) -> int:
     parameters: Iterable[Tensor] = getattr(model, "parameters", tuple)()
-    return sum(one.numel() * one.element_size() for one in parameters)
+    # Of a DTensor, as FSDP2 makes them, this process's part.
+    own = [one.to_local() if hasattr(one, "to_local") else one for one in parameters]
+    return sum(one.numel() * one.element_size() for one in own)
 
 
 def _finite(loss: float, step: int) -> float:
