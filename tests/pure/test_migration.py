@@ -179,8 +179,12 @@ def test_every_equation_of_four_numbers_is_solved_from_any_three():
 @pytest.mark.parametrize(
     ("changes", "options", "said"),
     [
-        ({}, {"processes": 2}, "32 is not 4 x 2 x 2 processes, which is 16; it is 4 x 2 x 4"),
-        ({"train_batch_size": 30}, {}, "no number of processes solves 30 = micro-batch 4"),
+        ({}, {"processes": 2}, "32 is not 4 x 2 x 2 copies, which is 16; it is 4 x 2 x 4"),
+        (
+            {"train_batch_size": 30},
+            {},
+            "no number of copies of the model solves 30 = micro-batch 4",
+        ),
         ({"gradient_accumulation_steps": None}, {"processes": 3}, "no number of accumulated"),
         ({}, {"batch": 16}, "it is 32, and --batch says 16"),
         ({"train_batch_size": 0}, {}, "0 is not a whole number of at least 1"),
@@ -208,7 +212,9 @@ def test_all_problems_come_at_once_with_their_lines(tmp_path):
     assert [p.rpartition("config.json")[2].split()[0] for p in caught.value.problems] == [
         ":2",
         ":4",
+        ":5",
     ]
+    assert "1 is not a table, as with bf16.enabled" in str(caught.value)
 
 
 def test_what_nobody_says_is_missing_and_not_invented(tmp_path):
@@ -285,6 +291,53 @@ def test_auto_says_who_fills_it_in(tmp_path):
     assert found.settings.clip is None
 
 
+def test_a_rate_that_is_auto_is_asked_for_and_not_torchs(tmp_path):
+    params = {"lr": "auto", "betas": "auto", "weight_decay": "auto", "eps": "auto"}
+    changes = {"optimizer": {"type": "AdamW", "params": params}, "scheduler": None}
+    found = deepspeed(tmp_path, changes)
+    assert "optimizer.lr" in found.missing
+    assert "\n# lr = ...  (write yours)\n" in found.recipe
+    assert "\n# weight_decay = 0.0\n" in found.recipe
+    assert "[optimizer]" not in found.recipe.replace("# [optimizer]", "")
+    bucket = {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}
+    found = deepspeed(tmp_path, changes | bucket)
+    assert row(found, "zero_optimization.reduce_bucket_size").fate == "unneeded"
+
+
+@pytest.mark.parametrize("given", [{"warmup_max_lr": 0.02}, {}])
+def test_a_schedule_without_an_optimizer_states_the_rate(tmp_path, given):
+    params = {"warmup_num_steps": 5, "total_num_steps": 50, **given}
+    changes = {"optimizer": None, "scheduler": {"type": "WarmupDecayLR", "params": params}}
+    rate = given.get("warmup_max_lr", 0.001)
+    found = deepspeed(tmp_path, changes)
+    assert row(found, "scheduler.params.warmup_max_lr").became == f"optimizer.lr = {rate}"
+    assert "optimizer" in found.missing
+    assert f"\n# lr = {rate}\n" in found.recipe
+    found = deepspeed(tmp_path, changes, optimizer="torch.optim:SGD")
+    assert f'call = "torch.optim:SGD"\nlr = {rate}\n' in found.recipe
+
+
+def test_what_the_users_own_parts_take_the_place_of(tmp_path):
+    found = deepspeed(tmp_path, optimizer="torch.optim:SGD")
+    assert 'call = "torch.optim:SGD"\nlr = 0.0006\n\n[scheduler]' in found.recipe
+    assert row(found, "optimizer.type").fate == "lost"
+    assert row(found, "optimizer.params.lr").became == "optimizer.lr = 0.0006"
+    assert row(found, "optimizer.params.betas").note.startswith("--optimizer torch.optim:SGD")
+    found = deepspeed(tmp_path, recipe="m:f")
+    assert "[scheduler]" not in found.recipe
+    assert row(found, "scheduler.params.total_num_steps").note == "m:f has its own"
+    assert row(found, "optimizer.params.betas").became == "optimizer.betas = [0.9, 0.95]"
+    written(tmp_path, TORCHTITAN, "c.toml")
+    with pytest.raises(UsageError, match="'100 steps', and --stop says '5 steps'"):
+        import_configuration(tmp_path / "c.toml", stop="5 steps")
+
+
+def test_lamb_corrects_its_bias_as_the_file_says(tmp_path):
+    params = {"lr": 0.1, "bias_correction": False}
+    found = deepspeed(tmp_path, {"optimizer": {"type": "Lamb", "params": params}})
+    assert dict(found.settings.optimizer.arguments)["bias_correction"] is False
+
+
 # ---- every key once ---------------------------------------------------------------------------
 
 
@@ -309,6 +362,12 @@ def test_unknown_keys_are_told_with_the_nearest(tmp_path):
         "a.b",
         "zzz.q",
     }
+
+
+def test_an_empty_section_is_off(tmp_path):
+    found = deepspeed(tmp_path, {"scheduler": {}, "fp16": None, "zero_optimization": True})
+    assert row(found, "scheduler").fate == row(found, "fp16").fate == "off"
+    assert row(found, "zero_optimization").became == "zero = 1"
 
 
 def test_a_section_that_is_off_costs_nothing(tmp_path):
@@ -380,6 +439,35 @@ def test_accumulation_is_a_micro_batch(tmp_path):
     assert found.settings.clip == 0.5
 
 
+def test_ranks_that_split_layers_take_no_shares_of_the_batch(tmp_path):
+    text = ACCELERATE + "gradient_accumulation_steps: 2\n"
+    found = import_configuration(written(tmp_path, text, "c.yaml"), batch=64)
+    # 64 = 8 x 2 x 4 copies: two of the 8 ranks share their samples.
+    assert found.settings.microbatch == 8
+
+
+def test_fsdp_over_one_rank_shards_nothing(tmp_path):
+    text = ACCELERATE.replace("dp_shard_size: 2", "dp_shard_size: 1")
+    text = text.replace("dp_replicate_size: 2", "dp_replicate_size: 4")
+    found = import_configuration(written(tmp_path, text, "c.yaml"), batch=64)
+    assert found.settings.zero == 0
+    assert row(found, "fsdp_config.fsdp_reshard_after_forward").fate == "off"
+
+
+def test_keys_of_fsdp_without_their_prefix(tmp_path):
+    text = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {sharding_strategy: 2}\n"
+    found = import_configuration(written(tmp_path, text, "c.yaml"), batch=64)
+    assert found.plan == data_parallel(64, processes=2, zero=2)
+
+
+def test_several_machines_need_a_job_file(tmp_path):
+    text = "distributed_type: MULTI_GPU\nnum_processes: 8\nnum_machines: 2\n"
+    found = import_configuration(written(tmp_path, text, "c.yaml"), batch=64)
+    assert found.command("r.toml") == (
+        "headway launch r.toml --write slurm --nodes 2 -n 4 --directory /SHARED/RUN"
+    )
+
+
 def test_megatron(tmp_path):
     text = (
         "distributed_type: MEGATRON_LM\nnum_processes: 8\nmegatron_lm_config:\n"
@@ -426,6 +514,55 @@ def test_left_over_ranks_need_the_number_of_processes(tmp_path):
     assert import_configuration(written(tmp_path, text, "c.toml")).plan is None
     found = import_configuration(written(tmp_path, text, "c.toml"), processes=2)
     assert found.plan == data_parallel(8, processes=2, microbatch=4, precision="bfloat16", zero=3)
+
+
+def test_split_layers_that_are_not_sharded_compute_in_float32(tmp_path):
+    text = "[parallelism]\ndata_parallel_shard_degree = 1\n"
+    for degree, precision in ((1, "bfloat16"), (2, "float32")):
+        degrees = f"{text}tensor_parallel_degree = {degree}\n"
+        found = import_configuration(written(tmp_path, degrees, "c.toml"))
+        assert found.settings.precision == precision
+        assert f'"{precision}"' in row(found, "training.mixed_precision_param").became
+
+
+def test_stages_per_rank_follow_from_the_split_points(tmp_path):
+    points = ", ".join(f'"layers.{n}"' for n in range(1, 6))
+    text = f"{TORCHTITAN}pipeline_parallel_split_points = [{points}]\n"
+    found = import_configuration(written(tmp_path, text, "c.toml"))
+    assert found.plan.pipeline.virtual == 3
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("ScheduleGPipe", "gpipe"),
+        ("interleaved_1f1b", "interleaved"),
+        ("flexible_interleaved_1f1b", "interleaved"),
+        ("ZBVZeroBubble", "zbv"),
+    ],
+)
+def test_names_of_schedules(tmp_path, theirs, ours):
+    text = TORCHTITAN.replace('"Interleaved1F1B"', f'"{theirs}"')
+    found = import_configuration(written(tmp_path, text, "c.toml"))
+    assert found.plan.pipeline.schedule == ours
+
+
+def test_ranks_of_context_parallelism_need_samples(tmp_path):
+    text = "[training]\nlocal_batch_size = 1\n[parallelism]\ndata_parallel_shard_degree = 2\n"
+    path = written(tmp_path, f"{text}context_parallel_degree = 2\n", "c.toml")
+    with pytest.raises(DocumentError, match="4 ranks would take shares of 2 samples: say --batch"):
+        import_configuration(path)
+    assert import_configuration(path, batch=4).plan.batch.samples == 4
+
+
+def test_defaults_that_torchtitan_does_not_share_are_told(tmp_path):
+    text = "[checkpoint]\nenable = true\n[training]\nmax_norm = 0\nsteps = 20\n"
+    found = import_configuration(written(tmp_path, text, "c.toml"))
+    assert (found.settings.checkpoint_every, found.settings.checkpoint_keep) == (500, 10)
+    assert row(found, "lr_scheduler.warmup_steps").became == "scheduler.warmup = 20"
+    assert row(found, "debug.seed").note
+    assert row(found, "training.max_norm").fate == "lost"
+    assert found.settings.clip is None
 
 
 # ---- files ------------------------------------------------------------------------------------

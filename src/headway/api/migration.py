@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headway.errors import DocumentError, UsageError
@@ -54,8 +54,14 @@ class ImportedConfiguration:
         return self.translated.settings
 
     def command(self, recipe: str) -> str:
-        """The command that trains the recipe in this file."""
+        """The command that trains the recipe in this file, or writes the job file that does."""
         settings = self.settings
+        if settings.nodes > 1 and settings.processes:
+            each = settings.processes // settings.nodes
+            return (
+                f"headway launch {recipe} --write slurm --nodes {settings.nodes} -n {each} "
+                "--directory /SHARED/RUN"
+            )
         words = ["headway train", recipe]
         words += [f"--processes {settings.processes}"] if settings.processes else []
         words += [f"--device {settings.device}"] if settings.device else []
@@ -116,8 +122,14 @@ def import_configuration(
     _check_parts(parts)
     file = Path(path)
     request = ImportRequest(format=format, processes=processes, batch=batch)
-    translated = translate_file(file, request)
+    translated = _overruled(translate_file(file, request), parts)
     settings = translated.settings
+    if stop is not None and settings.stop not in (None, stop):
+        raise UsageError(
+            f"the file says stop = {settings.stop!r}, and --stop says {stop!r}",
+            where=str(file),
+            fix="Leave --stop out, or correct the file.",
+        )
     plan = settings.plan()
     text = recipe_text(
         settings, parts, name=_run_name(file), source=f"{translated.title}'s {_one_line(file.name)}"
@@ -144,6 +156,29 @@ def _check_parts(parts: RecipeParts) -> None:
         )
     if parts.loss is not None and parts.criterion is not None:
         raise UsageError("--loss and --criterion are both given", fix="Leave one of them out.")
+
+
+def _overruled(translated: TranslatedConfiguration, parts: RecipeParts) -> TranslatedConfiguration:
+    """With rows that say what the user's own parts take the place of."""
+    fields: tuple[str, ...]
+    if parts.recipe is not None:
+        fields, note = ("optimizer.call", "scheduler."), f"{parts.recipe} has its own"
+    elif parts.optimizer is not None:
+        fields, note = ("optimizer.",), f"--optimizer {parts.optimizer} takes its place"
+    else:
+        return translated
+
+    def told(row: KeyOutcome) -> KeyOutcome:
+        kept = parts.recipe is None and row.became.startswith("optimizer.lr ")
+        if kept or not row.became.startswith(fields):
+            return row
+        return replace(row, fate="lost", became="", note=note)
+
+    return replace(
+        translated,
+        rows=tuple(map(told, translated.rows)),
+        defaults=tuple(row for row in translated.defaults if told(row) is row),
+    )
 
 
 def _run_name(file: Path) -> str:

@@ -10,7 +10,12 @@ from cyclopts import Parameter
 
 from headway.cli.terminal.console import exit_code, note, warn
 from headway.errors import UsageError
-from headway.launch.horovodrun import HorovodrunRequest, commands_by_host, parse_horovodrun
+from headway.launch.horovodrun.arguments import (
+    HorovodrunRequest,
+    commands_by_host,
+    parse_horovodrun,
+)
+from headway.run.distributed.launch_env import free_port
 
 
 def launch_program(
@@ -20,9 +25,10 @@ def launch_program(
 
     headway launch -np 2 python train.py --lr 0.1
 
-    Used: -np N, -H HOST:SLOTS, --hostfile FILE, --output-filename FOLDER, --reset-limit N. Options
-    of horovodrun that headway does not need are named with the reason; those that it cannot do are
-    refused. For hosts other than this one the command for each of them is printed.
+    Used: -np N, -H HOST:SLOTS, --hostfile FILE, --output-filename FOLDER (in place of the
+    terminal), --reset-limit N, and what headway.horovod goes by: fusion, cycle time, time-outs,
+    timeline. Options of horovodrun that headway does not need are named with the reason; those that
+    it cannot do are refused. For other hosts than this one the command for each is printed.
 
     Args:
         words: Options of horovodrun, then the program with its arguments.
@@ -37,8 +43,13 @@ def launch_program(
     from headway.launch.restart_policy import RestartPolicy
 
     result = launch_local(
-        "headway.launch.program:run_program",
-        (request.command, None if request.output is None else request.output.absolute()),
+        "headway.launch.horovodrun.program:run_program",
+        (
+            request.command,
+            # The ranks of a program meet at rank 0's port; workers of headway need none.
+            {**request.variables, "MASTER_PORT": str(free_port())},
+            None if request.output is None else request.output.absolute(),
+        ),
         processes=request.processes,
         policy=RestartPolicy(limit=request.restarts),
         on_restart=lambda attempt, cause: note(f"{cause}; attempt {attempt}"),

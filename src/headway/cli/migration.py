@@ -56,7 +56,7 @@ def import_file(
         validation: module:name of a function that makes the validation data.
         loss: module:name of a loss of (model, batch), or tokens.
         criterion: In place of it: module:name of a torch criterion.
-        optimizer: module:name of an optimiser, in place of the file's.
+        optimizer: module:name of an optimiser, in place of the file's; it gets the file's rate.
         json: Print JSON.
     """
     from headway.api.migration import import_configuration
@@ -121,7 +121,7 @@ def _print_table(found: ImportedConfiguration) -> None:
     say(f"{translated.title}: {len(rows)} keys: {', '.join(counts)}\n")
     say("\n".join(table_lines([("key", "value", "becomes"), *map(_row, rows)])))
     if found.defaults:
-        say(f"\n{translated.title}'s defaults, which the file leaves as they are:\n")
+        say("\nDefaults that the file leaves as they are:\n")
         say("\n".join(table_lines([_row(row) for row in found.defaults])))
 
 

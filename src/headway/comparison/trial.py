@@ -11,9 +11,7 @@ import contextlib
 import os
 import pickle
 import re
-import secrets
 import signal
-import socket
 import statistics
 import subprocess
 import time
@@ -30,7 +28,7 @@ from headway.comparison.worker import (
 )
 from headway.documents import parse_json, to_type
 from headway.launch.preflight import threads_for
-from headway.run.distributed.launch_env import PORT_RANGE
+from headway.run.distributed.launch_env import free_port
 from headway.units import counted, format_seconds
 
 _POLL = 0.05
@@ -100,7 +98,7 @@ class TrialProcesses:
         Raises:
             TrialFailed: One failed, or the time limit passed.
         """
-        port = _free_port() if self.job[0].emulated is None else _PORT
+        port = free_port() if self.job[0].emulated is None else _PORT
         began = time.time()
         with contextlib.ExitStack() as stack:
             running = [stack.enter_context(self._started(job, port)) for job in self.job]
@@ -230,18 +228,6 @@ def _one_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     line = lines[0] if lines else "no message"
     return line if len(line) <= 300 else f"{line[:297]}..."
-
-
-def _free_port() -> int:
-    """A port that nobody has, and that the system gives to no connection until it is taken up.
-
-    Rank 0 listens seconds later; meanwhile the system hands out the ports above the range.
-    """
-    while True:
-        port = secrets.choice(PORT_RANGE)
-        with socket.socket() as found, contextlib.suppress(OSError):
-            found.bind(("127.0.0.1", port))
-            return port
 
 
 def _joined(readings: Sequence[RankReadings], began: float, steps: int) -> TrialResult:

@@ -8,13 +8,14 @@ DeepSpeed file that it names is translated with it, each of its keys in front of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from headway.migration import deepspeed
+from headway.migration.batch_equation import BatchEquation, solve_batch
 from headway.migration.configuration_file import read_configuration
-from headway.migration.key_table import Key, KeyTable
+from headway.migration.key_table import KeyTable, adapted, carried, lost, unneeded
 from headway.migration.translation import Translation
 
 _LAUNCHER = (
@@ -33,319 +34,208 @@ _OFFLOAD = "headway keeps all state in the memory of the device; use more ranks"
 _MEGATRON_MODEL = "the recipe's own model and data are trained, not Megatron's"
 
 
-def _named(prefix: str, names: str, **facts: Any) -> tuple[Key, ...]:
-    return tuple(Key(name=f"{prefix}{name}", **facts) for name in names.split())
-
+_KEYS = (
+    *lost(
+        "compute_environment",
+        "headway has no service that starts machines; start the job on them",
+        "text",
+        idle=("LOCAL_MACHINE", "LOCAL", "0"),
+    ),
+    *adapted("distributed_type", "zero", "text", "says which of the sections below has an effect"),
+    *carried("num_processes", "processes", "whole"),
+    *adapted(
+        "num_machines",
+        "nodes",
+        "whole",
+        "`headway launch RECIPE --write slurm --nodes N -n PROCESSES`",
+        idle=(1,),
+    ),
+    *unneeded(
+        "machine_rank main_process_ip main_process_port rdzv_backend same_network "
+        "deepspeed_hostfile",
+        _LAUNCHER,
+    ),
+    *unneeded("mpirun_config.*", _LAUNCHER),
+    *carried(
+        "mixed_precision", "precision", "text", "bf16 is autocast; fp16 and fp8 do not carry over"
+    ),
+    *lost(
+        "fp16",
+        'headway computes in float32 or bfloat16; write precision = "bfloat16"',
+        "flag",
+        idle=(False,),
+    ),
+    *lost("downcast_bf16", _TPU, "flag", idle=(False,)),
+    *lost("fp8_config.*", "headway has no float8; bfloat16 is autocast"),
+    *carried("use_cpu", "device", "flag", "headway train --device cpu", idle=(False,)),
+    *unneeded("gpu_ids", "CUDA_VISIBLE_DEVICES says which GPUs there are"),
+    *unneeded("debug", "every error names rank and step", "flag"),
+    *unneeded("enable_cpu_affinity", "threads are shared evenly by ranks", "flag"),
+    *unneeded("main_training_function", "the recipe is the training function"),
+    *adapted(
+        "gradient_accumulation_steps",
+        "microbatch",
+        "whole",
+        "microbatch = batch / (accumulation x copies), which needs --batch",
+        idle=(1,),
+    ),
+    *lost(
+        "tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env tpu_config.* "
+        "command_file commands",
+        _TPU,
+        idle=(False,),
+    ),
+    *lost(
+        "ec2_instance_type iam_role_name image_uri profile region base_job_name "
+        "pytorch_version transformers_version py_version sagemaker_inputs_file "
+        "sagemaker_metrics_file additional_args.*",
+        "headway has no service that starts machines; start the job on them",
+    ),
+    *lost("ipex_config.*", "operators are torch's own", idle=(False,)),
+    *lost("dynamo_backend", _COMPILE, "text", idle=("NO", "no")),
+    *lost("dynamo_config.dynamo_backend", _COMPILE, "text", idle=("NO", "no")),
+    *unneeded("dynamo_config.*", "it is part of compiling"),
+    # FSDP
+    *unneeded(
+        "fsdp_config.fsdp_version", "headway uses FSDP2; version 1 is the same numbers", "whole"
+    ),
+    *adapted(
+        "fsdp_config. fsdp_sharding_strategy fsdp_reshard_after_forward",
+        "zero",
+        note=(
+            "FULL_SHARD is zero = 3, SHARD_GRAD_OP zero = 2, NO_SHARD zero = 0, HYBRID_SHARD zero "
+            "= 3 with shards = processes of a machine"
+        ),
+    ),
+    *unneeded(
+        "fsdp_config. fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap "
+        "fsdp_min_num_params fsdp_use_orig_params",
+        _WRAP,
+    ),
+    *unneeded(
+        "fsdp_config. fsdp_backward_prefetch fsdp_backward_prefetch_policy "
+        "fsdp_forward_prefetch fsdp_limit_all_gathers",
+        _PREFETCH,
+    ),
+    *lost("fsdp_config.fsdp_offload_params", _OFFLOAD, "flag", idle=(False,)),
+    *lost(
+        "fsdp_config. fsdp_activation_checkpointing fsdp_activation_checkpointing_offload",
+        _RECOMPUTE,
+        "flag",
+        idle=(False,),
+    ),
+    *unneeded(
+        "fsdp_config.fsdp_state_dict_type",
+        "checkpoints are written in parts and load on any number of ranks; `headway checkpoint "
+        "convert` writes the whole model",
+    ),
+    *unneeded(
+        "fsdp_config. fsdp_sync_module_states fsdp_cpu_ram_efficient_loading",
+        "every rank starts from the same numbers",
+    ),
+    *lost("fsdp_config.fsdp_ignored_modules", "all modules are sharded with the model"),
+    # DeepSpeed, inline
+    *adapted("deepspeed_config.deepspeed_config_file", "", "text", "its keys follow"),
+    *carried("deepspeed_config.zero_stage", "zero", "whole"),
+    *adapted(
+        "deepspeed_config.gradient_accumulation_steps",
+        "microbatch",
+        "whole",
+        "microbatch = batch / (accumulation x copies), which needs --batch",
+        idle=(1,),
+    ),
+    *carried("deepspeed_config.gradient_clipping", "clip", idle=("none", "None")),
+    *lost(
+        "deepspeed_config. offload_optimizer_device offload_param_device",
+        deepspeed.NVME,
+        "text",
+        idle=("none", "None"),
+    ),
+    *unneeded(
+        "deepspeed_config. offload_optimizer_nvme_path offload_param_nvme_path",
+        "it is part of offloading, which headway has not",
+    ),
+    *lost(
+        "deepspeed_config.zero3_init_flag",
+        "a model that is too large for one rank is built on every rank first: use stages, each "
+        "of which holds its part",
+        "flag",
+        idle=(False,),
+    ),
+    *unneeded(
+        "deepspeed_config.zero3_save_16bit_model",
+        "`headway checkpoint convert RUN model.safetensors` writes the whole model",
+    ),
+    *unneeded(
+        "deepspeed_config. deepspeed_hostfile deepspeed_multinode_launcher "
+        "deepspeed_exclusion_filter deepspeed_inclusion_filter",
+        _LAUNCHER,
+    ),
+    *lost(
+        "deepspeed_config.deepspeed_moe_layer_cls_names",
+        "headway has no expert parallelism; experts are sharded as other layers are",
+    ),
+    # Parallelism
+    *adapted(
+        "parallelism_config. parallelism_config_dp_replicate_size parallelism_config_dp_shard_size",
+        "shards",
+        "whole",
+        "zero = 3 over shards = dp_shard ranks, and dp_replicate copies of them",
+    ),
+    *carried("parallelism_config.parallelism_config_tp_size", "split.tensor", "whole", idle=(1,)),
+    *lost(
+        "parallelism_config. parallelism_config_cp_size parallelism_config_sp_size",
+        "headway does not split sequences; these ranks take shares of the batch",
+        "whole",
+        idle=(1,),
+    ),
+    *unneeded(
+        "parallelism_config. parallelism_config_cp_comm_strategy parallelism_config_cp_backend "
+        "parallelism_config_sp_backend parallelism_config_sp_seq_length "
+        "parallelism_config_sp_seq_length_is_variable parallelism_config_sp_attn_implementation",
+        "it is part of splitting sequences",
+    ),
+    *carried("tp_config.tp_size", "split.tensor", "whole", idle=(1,)),
+    # Megatron-LM
+    *carried("megatron_lm_config.megatron_lm_tp_degree", "split.tensor", "whole", idle=(1,)),
+    *carried("megatron_lm_config.megatron_lm_pp_degree", "stages", "whole", idle=(1,)),
+    *carried("megatron_lm_config.megatron_lm_num_micro_batches", "pipeline.microbatches", "whole"),
+    *adapted(
+        "megatron_lm_config.megatron_lm_recompute_activations",
+        "pipeline.recompute",
+        "flag",
+        _RECOMPUTE,
+        idle=(False,),
+    ),
+    *carried(
+        "megatron_lm_config.megatron_lm_use_distributed_optimizer",
+        "zero",
+        "flag",
+        "zero = 1",
+        idle=(False,),
+    ),
+    *carried("megatron_lm_config.megatron_lm_gradient_clipping", "clip", "number"),
+    *lost(
+        "megatron_lm_config.megatron_lm_sequence_parallelism",
+        "activations between split layers are whole; split.tensor = [1, p, 1] keeps them in parts",
+        "flag",
+        idle=(False,),
+    ),
+    *lost("megatron_lm_config.*", _MEGATRON_MODEL),
+)
 
 TABLE = KeyTable(
     title="Accelerate",
     auto="auto",
     auto_note='"auto" is filled in by Accelerate from the script; write a value',
     keys=(
-        Key(
-            name="compute_environment",
-            kind="text",
-            fate="lost",
-            note="headway has no service that starts machines; start the job on them",
-            idle=("LOCAL_MACHINE", "LOCAL", "0"),
+        *_KEYS,
+        # Its launcher puts "fsdp_" in front of keys of fsdp_config that do not have it.
+        *(
+            replace(key, name=key.name.replace(".fsdp_", ".", 1))
+            for key in _KEYS
+            if key.name.startswith("fsdp_config.fsdp_")
         ),
-        Key(
-            name="distributed_type",
-            kind="text",
-            fate="adapted",
-            field="zero",
-            note="says which of the sections below has an effect",
-        ),
-        Key(name="num_processes", kind="whole", fate="carried", field="processes"),
-        Key(
-            name="num_machines",
-            kind="whole",
-            fate="adapted",
-            field="nodes",
-            note="`headway launch RECIPE --write slurm --nodes N -n PROCESSES`",
-            idle=(1,),
-        ),
-        *_named(
-            "",
-            "machine_rank main_process_ip main_process_port rdzv_backend same_network "
-            "deepspeed_hostfile",
-            note=_LAUNCHER,
-        ),
-        Key(name="mpirun_config.*", note=_LAUNCHER),
-        Key(
-            name="mixed_precision",
-            kind="text",
-            fate="carried",
-            field="precision",
-            note="bf16 is autocast; fp16 and fp8 do not carry over",
-        ),
-        Key(
-            name="fp16",
-            kind="flag",
-            fate="lost",
-            note='headway computes in float32 or bfloat16; write precision = "bfloat16"',
-            idle=(False,),
-        ),
-        Key(
-            name="downcast_bf16",
-            kind="flag",
-            fate="lost",
-            note=_TPU,
-            idle=(False,),
-        ),
-        Key(name="fp8_config.*", fate="lost", note="headway has no float8; bfloat16 is autocast"),
-        Key(
-            name="use_cpu",
-            kind="flag",
-            fate="carried",
-            field="device",
-            note="headway train --device cpu",
-            idle=(False,),
-        ),
-        Key(name="gpu_ids", note="CUDA_VISIBLE_DEVICES says which GPUs there are"),
-        Key(name="debug", kind="flag", note="every error names rank and step"),
-        Key(name="enable_cpu_affinity", kind="flag", note="threads are shared evenly by ranks"),
-        Key(name="main_training_function", note="the recipe is the training function"),
-        Key(
-            name="gradient_accumulation_steps",
-            kind="whole",
-            fate="adapted",
-            field="microbatch",
-            note="microbatch = batch / (accumulation x ranks), which needs --batch",
-            idle=(1,),
-        ),
-        *_named(
-            "",
-            "tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env tpu_config.* "
-            "command_file commands",
-            fate="lost",
-            note=_TPU,
-            idle=(False,),
-        ),
-        *_named(
-            "",
-            "ec2_instance_type iam_role_name image_uri profile region base_job_name "
-            "pytorch_version transformers_version py_version sagemaker_inputs_file "
-            "sagemaker_metrics_file additional_args.*",
-            fate="lost",
-            note="headway has no service that starts machines; start the job on them",
-        ),
-        Key(name="ipex_config.*", fate="lost", note="operators are torch's own"),
-        Key(
-            name="dynamo_backend",
-            kind="text",
-            fate="lost",
-            note=_COMPILE,
-            idle=("NO", "no"),
-        ),
-        Key(
-            name="dynamo_config.dynamo_backend",
-            kind="text",
-            fate="lost",
-            note=_COMPILE,
-            idle=("NO", "no"),
-        ),
-        Key(name="dynamo_config.*", note="it is part of compiling"),
-        # FSDP
-        Key(
-            name="fsdp_config.fsdp_version",
-            kind="whole",
-            note="headway uses FSDP2; version 1 is the same numbers",
-        ),
-        *_named(
-            "fsdp_config.",
-            "fsdp_sharding_strategy fsdp_reshard_after_forward",
-            fate="adapted",
-            field="zero",
-            note="FULL_SHARD is zero = 3, SHARD_GRAD_OP zero = 2, NO_SHARD zero = 0, "
-            "HYBRID_SHARD zero = 3 with shards = processes of a machine",
-        ),
-        *_named(
-            "fsdp_config.",
-            "fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params "
-            "fsdp_use_orig_params",
-            note=_WRAP,
-        ),
-        *_named(
-            "fsdp_config.",
-            "fsdp_backward_prefetch fsdp_backward_prefetch_policy fsdp_forward_prefetch "
-            "fsdp_limit_all_gathers",
-            note=_PREFETCH,
-        ),
-        Key(
-            name="fsdp_config.fsdp_offload_params",
-            kind="flag",
-            fate="lost",
-            note=_OFFLOAD,
-            idle=(False,),
-        ),
-        Key(
-            name="fsdp_config.fsdp_activation_checkpointing",
-            kind="flag",
-            fate="lost",
-            note=_RECOMPUTE,
-            idle=(False,),
-        ),
-        Key(
-            name="fsdp_config.fsdp_state_dict_type",
-            note="checkpoints are written in parts and load on any number of ranks; `headway "
-            "checkpoint convert` writes the whole model",
-        ),
-        *_named(
-            "fsdp_config.",
-            "fsdp_sync_module_states fsdp_cpu_ram_efficient_loading",
-            note="every rank starts from the same numbers",
-        ),
-        Key(
-            name="fsdp_config.fsdp_ignored_modules",
-            fate="lost",
-            note="all modules are sharded with the model",
-        ),
-        # DeepSpeed, inline
-        Key(
-            name="deepspeed_config.deepspeed_config_file",
-            kind="text",
-            fate="adapted",
-            note="its keys follow",
-        ),
-        Key(name="deepspeed_config.zero_stage", kind="whole", fate="carried", field="zero"),
-        Key(
-            name="deepspeed_config.gradient_accumulation_steps",
-            kind="whole",
-            fate="adapted",
-            field="microbatch",
-            note="microbatch = batch / (accumulation x ranks), which needs --batch",
-            idle=(1,),
-        ),
-        Key(
-            name="deepspeed_config.gradient_clipping",
-            fate="carried",
-            field="clip",
-            idle=("none", "None"),
-        ),
-        *_named(
-            "deepspeed_config.",
-            "offload_optimizer_device offload_param_device",
-            kind="text",
-            fate="lost",
-            note=deepspeed.NVME,
-            idle=("none", "None"),
-        ),
-        *_named(
-            "deepspeed_config.",
-            "offload_optimizer_nvme_path offload_param_nvme_path",
-            note="it is part of offloading, which headway has not",
-        ),
-        Key(
-            name="deepspeed_config.zero3_init_flag",
-            note="a model that is too large for one rank is built on every rank first: "
-            "use stages, each of which holds its part",
-            kind="flag",
-            fate="lost",
-            idle=(False,),
-        ),
-        Key(
-            name="deepspeed_config.zero3_save_16bit_model",
-            note="`headway checkpoint convert RUN model.safetensors` writes the whole model",
-        ),
-        *_named(
-            "deepspeed_config.",
-            "deepspeed_hostfile deepspeed_multinode_launcher deepspeed_exclusion_filter "
-            "deepspeed_inclusion_filter",
-            note=_LAUNCHER,
-        ),
-        Key(
-            name="deepspeed_config.deepspeed_moe_layer_cls_names",
-            fate="lost",
-            note="headway has no expert parallelism; experts are sharded as other layers are",
-        ),
-        # Parallelism
-        *_named(
-            "parallelism_config.",
-            "parallelism_config_dp_replicate_size parallelism_config_dp_shard_size",
-            kind="whole",
-            fate="adapted",
-            field="shards",
-            note="zero = 3 over shards = dp_shard ranks, and dp_replicate copies of them",
-        ),
-        Key(
-            name="parallelism_config.parallelism_config_tp_size",
-            kind="whole",
-            fate="carried",
-            field="split.tensor",
-            idle=(1,),
-        ),
-        *_named(
-            "parallelism_config.",
-            "parallelism_config_cp_size parallelism_config_sp_size",
-            kind="whole",
-            fate="lost",
-            note="headway does not split sequences; these ranks take shares of the batch",
-            idle=(1,),
-        ),
-        *_named(
-            "parallelism_config.",
-            "parallelism_config_cp_comm_strategy parallelism_config_cp_backend "
-            "parallelism_config_sp_backend parallelism_config_sp_seq_length "
-            "parallelism_config_sp_seq_length_is_variable "
-            "parallelism_config_sp_attn_implementation",
-            note="it is part of splitting sequences",
-        ),
-        Key(
-            name="tp_config.tp_size", kind="whole", fate="carried", field="split.tensor", idle=(1,)
-        ),
-        # Megatron-LM
-        Key(
-            name="megatron_lm_config.megatron_lm_tp_degree",
-            kind="whole",
-            fate="carried",
-            field="split.tensor",
-            idle=(1,),
-        ),
-        Key(
-            name="megatron_lm_config.megatron_lm_pp_degree",
-            kind="whole",
-            fate="carried",
-            field="stages",
-            idle=(1,),
-        ),
-        Key(
-            name="megatron_lm_config.megatron_lm_num_micro_batches",
-            kind="whole",
-            fate="carried",
-            field="pipeline.microbatches",
-        ),
-        Key(
-            name="megatron_lm_config.megatron_lm_recompute_activations",
-            kind="flag",
-            fate="adapted",
-            field="pipeline.recompute",
-            note=_RECOMPUTE,
-            idle=(False,),
-        ),
-        Key(
-            name="megatron_lm_config.megatron_lm_use_distributed_optimizer",
-            kind="flag",
-            fate="carried",
-            field="zero",
-            note="zero = 1",
-            idle=(False,),
-        ),
-        Key(
-            name="megatron_lm_config.megatron_lm_gradient_clipping",
-            kind="number",
-            fate="carried",
-            field="clip",
-        ),
-        Key(
-            name="megatron_lm_config.megatron_lm_sequence_parallelism",
-            kind="flag",
-            fate="lost",
-            note="activations between split layers are whole; split.tensor = [1, p, 1] keeps "
-            "them in parts",
-            idle=(False,),
-        ),
-        Key(name="megatron_lm_config.*", fate="lost", note=_MEGATRON_MODEL),
     ),
 )
 
@@ -387,15 +277,16 @@ def translate(t: Translation, processes: int | None, batch: int | None) -> None:
     for section, needed in _SECTIONS.items():
         if kind != needed:
             _without_effect(t, section, f"it has an effect with distributed_type {needed} only")
-    translators: Mapping[str, Callable[[Translation, int | None, int | None], None]] = {
-        "FSDP": _fsdp,
-        "DEEPSPEED": _deepspeed,
-        "MEGATRON_LM": _megatron,
-        "TP": _tensor,
-    }
-    if kind is not None and kind in translators:
-        translators[kind](t, ranks, batch)
-    _parallelism(t, ranks)
+    over = _parallelism(t, ranks)
+    match kind:
+        case "FSDP":
+            _fsdp(t, ranks, over)
+        case "DEEPSPEED":
+            _deepspeed(t, ranks, batch)
+        case "MEGATRON_LM":
+            _megatron(t, ranks, batch)
+        case "TP":
+            _tensor(t)
     _accumulation(t, "gradient_accumulation_steps", ranks, batch)
 
 
@@ -462,9 +353,12 @@ _ZERO = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3}
 _F = "fsdp_config."
 
 
-def _fsdp(t: Translation, ranks: int | None, batch: int | None) -> None:
+def _fsdp(t: Translation, ranks: int | None, over: int | None) -> None:
     key = _strategy_key(t)
     said = t.value(key)
+    if over == 1:
+        t.tell(key, "off", "one rank shards nothing")
+        return
     if key.endswith("reshard_after_forward") and str(said).lower() in ("true", "false"):
         # FSDP2: whether parameters are given back between forward and backward.
         zero = 3 if str(said).lower() == "true" else 2
@@ -478,7 +372,7 @@ def _fsdp(t: Translation, ranks: int | None, batch: int | None) -> None:
     strategy = strategy.upper()
     zero = _ZERO.get(strategy, 2)
     if said is None:
-        t.default(f"{_F}fsdp_sharding_strategy", strategy, f"zero = {zero}")
+        t.default(key, strategy, f"zero = {zero}")
     t.carry(key, "zero", zero)
     if strategy.startswith("HYBRID"):
         machines = t.fields.get("nodes", 1)
@@ -492,37 +386,36 @@ def _fsdp(t: Translation, ranks: int | None, batch: int | None) -> None:
 
 def _strategy_key(t: Translation) -> str:
     """Version 2 has a flag, and version 1 a strategy, which some releases write in its place."""
-    strategy, flag = f"{_F}fsdp_sharding_strategy", f"{_F}fsdp_reshard_after_forward"
-    version = t.value(f"{_F}fsdp_version") or 1
-    both = t.value(strategy) is not None and t.value(flag) is not None
-    chosen = flag if (version == 2 and t.value(flag) is not None) else strategy
-    if t.value(chosen) is None:
-        chosen = flag if t.value(flag) is not None else strategy
-    if both:
-        other = strategy if chosen == flag else flag
-        t.tell(other, "off", f"it has no effect in version {version} of FSDP")
+    strategy, flag, version = (
+        t.named(f"{_F}fsdp_{name}", f"{_F}{name}")
+        for name in ("sharding_strategy", "reshard_after_forward", "version")
+    )
+    number = t.value(version) or 1
+    chosen, other = (flag, strategy) if number == 2 else (strategy, flag)
+    if t.value(chosen) is None and t.value(other) is not None:
+        return other
+    t.tell(other, "off", f"it has no effect in version {number} of FSDP")
     return chosen
 
 
 # ---- DeepSpeed --------------------------------------------------------------------------------
 
 _D = "deepspeed_config."
+_SAID_BY_FILE = (
+    "zero_stage", "gradient_accumulation_steps", "gradient_clipping", "offload_optimizer_device",
+    "offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path",
+    "zero3_save_16bit_model",
+)  # fmt: skip
 
 
 def _deepspeed(t: Translation, ranks: int | None, batch: int | None) -> None:
     named = t.value(f"{_D}deepspeed_config_file")
     if named is not None:
         _inner_file(t, str(named), ranks, batch)
-        for name in t.below("deepspeed_config"):
-            if name != "deepspeed_config_file":
-                t.tell(f"{_D}{name}", "off", f"{named} says it, and Accelerate ignores it here")
+        for name in _SAID_BY_FILE:
+            t.tell(f"{_D}{name}", "off", f"{named} says it, and Accelerate refuses both")
         return
-    stage = t.whole(f"{_D}zero_stage", least=0)
-    if stage is not None and stage > 3:
-        t.problem(f"{_D}zero_stage", f"{stage} is no stage of ZeRO; 0, 1, 2 or 3")
-    elif stage is not None:
-        t.carry(f"{_D}zero_stage", "zero", stage)
-    else:
+    if deepspeed.carry_zero_stage(t, f"{_D}zero_stage") is None:
         t.default(f"{_D}zero_stage", 2, "zero = 2")
         t.fields["zero"] = 2
     _clip(t, f"{_D}gradient_clipping")
@@ -558,16 +451,21 @@ def _inner_file(t: Translation, named: str, ranks: int | None, batch: int | None
 
 
 def _accumulation(t: Translation, name: str, ranks: int | None, batch: int | None) -> None:
+    """Translate the number of passes; ranks that split layers or stages share their samples."""
     passes = t.whole(name)
     if passes is None or passes == 1:
         return
     if batch is None or ranks is None:
-        t.tell(name, "lost", "microbatch = batch / (accumulation x ranks): say --batch")
-    elif batch % (passes * ranks):
-        t.problem(name, f"--batch {batch} is no multiple of {passes} x {ranks} processes")
+        t.tell(name, "lost", "microbatch = batch / (accumulation x copies): say --batch")
+        return
+    together = t.fields.get("stages", 1) * math.prod(t.fields.get("split.tensor", ()))
+    known = BatchEquation(batch=batch, accumulation=passes, copies=max(1, ranks // together))
+    try:
+        found = solve_batch(known)
+    except ValueError as error:
+        t.problem(name, str(error))
     else:
-        micro = batch // (passes * ranks)
-        t.carry(name, "microbatch", micro, f"{batch} = {micro} x {passes} x {ranks} processes")
+        t.carry(name, "microbatch", found.micro, str(found))
 
 
 # ---- Megatron-LM, tensor parallelism, parallelism_config --------------------------------------
@@ -586,7 +484,7 @@ def _megatron(t: Translation, ranks: int | None, batch: int | None) -> None:
         if micro is not None:
             t.carry(f"{prefix}num_micro_batches", "pipeline.microbatches", micro)
     elif t.whole(f"{prefix}num_micro_batches"):
-        _accumulation(t, f"{prefix}num_micro_batches", _copies(ranks, tensor), batch)
+        _accumulation(t, f"{prefix}num_micro_batches", ranks, batch)
     if t.value(f"{prefix}recompute_activations") is True:
         if pipe > 1:
             note = "the modules that a stage calls, one at a time"
@@ -598,11 +496,7 @@ def _megatron(t: Translation, ranks: int | None, batch: int | None) -> None:
     _clip(t, f"{prefix}gradient_clipping")
 
 
-def _copies(ranks: int | None, together: int) -> int | None:
-    return None if ranks is None else max(1, ranks // together)
-
-
-def _tensor(t: Translation, ranks: int | None, batch: int | None) -> None:
+def _tensor(t: Translation) -> None:
     size = t.whole("tp_config.tp_size")
     if size is not None and size > 1:
         t.carry("tp_config.tp_size", "split.tensor", (size,))
@@ -611,32 +505,32 @@ def _tensor(t: Translation, ranks: int | None, batch: int | None) -> None:
 _PREFIX = "parallelism_config.parallelism_config_"
 
 
-def _parallelism(t: Translation, ranks: int | None) -> None:
+def _parallelism(t: Translation, ranks: int | None) -> int | None:
+    """Translate parallelism_config; returns over how many ranks it shards, None: it does not say.
+
+    FSDP shards over the ranks of context parallelism, too.
+    """
     if not t.has("parallelism_config"):
-        return
+        return None
     sizes = {
         name: t.whole(f"{_PREFIX}{name}_size") or 1
         for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
     }
-    total = 1
-    for size in sizes.values():
-        total *= size
+    total = math.prod(sizes.values())
     if ranks is not None and total != ranks:
         factors = " x ".join(map(str, sizes.values()))
         t.problem("parallelism_config", f"{factors} are {total}, and there are {ranks} processes")
-        return
+        return None
+    t.fields["processes"] = total
     if sizes["tp"] > 1:
         t.carry(f"{_PREFIX}tp_size", "split.tensor", (sizes["tp"],))
-    copies, shards = sizes["dp_replicate"], sizes["dp_shard"]
-    if shards > 1:
-        t.fields.setdefault("zero", 3)
-        if copies > 1:
-            t.carry(f"{_PREFIX}dp_shard_size", "shards", shards)
-        else:
-            became = f"zero = {t.fields['zero']} over all ranks"
-            t.tell(f"{_PREFIX}dp_shard_size", "carried", "", became)
-    elif t.fields.get("zero"):
-        # FSDP over one rank shards nothing.
-        t.fields["zero"] = 0
+    copies, over = sizes["dp_replicate"], sizes["dp_shard"] * sizes["cp"]
+    if over == 1:
+        t.tell(f"{_PREFIX}dp_shard_size", "off", "one rank shards nothing")
+    elif copies > 1:
+        t.carry(f"{_PREFIX}dp_shard_size", "shards", over)
+    else:
+        t.tell(f"{_PREFIX}dp_shard_size", "carried", "", f"sharded over {over} ranks")
     became = f"{copies} copies" if copies > 1 else ""
     t.tell(f"{_PREFIX}dp_replicate_size", "carried" if copies > 1 else "off", "", became)
+    return over

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from headway.units import counted
-
 
 @dataclass(frozen=True, kw_only=True)
 class BatchEquation:
@@ -19,7 +17,8 @@ class BatchEquation:
         batch: Samples of one optimiser step, on all ranks.
         micro: Samples of one forward pass on one rank.
         accumulation: Forward passes of one rank in a step.
-        copies: Ranks that take shares of the batch.
+        copies: Of the model, each of which takes a share of the batch: the ranks, or groups of
+            those that stages or split layers keep together.
     """
 
     batch: int | None = None
@@ -29,9 +28,13 @@ class BatchEquation:
 
     def __str__(self) -> str:
         """ "32 = micro-batch 4 x accumulation 2 x 4 copies"."""
-        copies = "processes" if self.copies is None else counted(self.copies, "process")
+        copies = "copies" if self.copies is None else _copies(self.copies)
         parts = [f"micro-batch {self.micro or '?'}", f"accumulation {self.accumulation or '?'}"]
         return f"{self.batch or '?'} = {' x '.join([*parts, copies])}"
+
+
+def _copies(number: int) -> str:
+    return "1 copy" if number == 1 else f"{number} copies"
 
 
 def solve_batch(known: BatchEquation) -> BatchEquation:
@@ -45,7 +48,7 @@ def solve_batch(known: BatchEquation) -> BatchEquation:
         found = _quotient(known, batch, micro * passes, "copies")
         if copies is not None and copies != found:
             raise ValueError(
-                f"{batch} is not {micro} x {passes} x {counted(copies, 'process')}, which is "
+                f"{batch} is not {micro} x {passes} x {_copies(copies)}, which is "
                 f"{micro * passes * copies}; it is {micro} x {passes} x {found}"
             )
         return replace(known, copies=found)
@@ -68,7 +71,7 @@ def solve_batch(known: BatchEquation) -> BatchEquation:
 def _quotient(known: BatchEquation, batch: int, divisor: int, missing: str) -> int:
     if batch % divisor or batch < divisor:
         what = {
-            "copies": "number of processes",
+            "copies": "number of copies of the model",
             "accumulation": "number of accumulated micro-batches",
             "micro": "micro-batch",
         }[missing]

@@ -8,22 +8,13 @@ optimiser's rate; `gradient_accumulation_steps` is the number of a pipeline's mi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 from headway.documents import nearest
 from headway.migration.batch_equation import BatchEquation, solve_batch
-from headway.migration.key_table import Fate, Key, KeyTable, Switch
-from headway.migration.optimizers import (
-    ADAM,
-    ADAM_ARGUMENTS,
-    ADAMW,
-    TORCH_OPTIMIZERS,
-    OptimizerArgument,
-    betas,
-    call_of,
-)
+from headway.migration.key_table import Fate, KeyTable, Switch, adapted, carried, lost, unneeded
+from headway.migration.settings import ImportedCall
 from headway.migration.translation import Translation
 
 NVME = "headway keeps all state in the memory of the device; use more ranks, or zero = 3"
@@ -40,11 +31,6 @@ _RECOMPUTE = (
     "the model itself calls it: call torch.utils.checkpoint in its place; stages of a pipeline "
     'recompute by pipeline.recompute = "blocks"'
 )
-
-
-def _named(prefix: str, names: str, **facts: Any) -> tuple[Key, ...]:
-    """Keys of one section that share their fate."""
-    return tuple(Key(name=f"{prefix}{name}", **facts) for name in names.split())
 
 
 TABLE = KeyTable(
@@ -77,431 +63,324 @@ TABLE = KeyTable(
         )
     ),
     keys=(
-        Key(name="train_batch_size", kind="whole", fate="carried", field="batch"),
-        Key(
-            name="train_micro_batch_size_per_gpu",
-            kind="whole",
-            fate="carried",
-            field="microbatch",
-            note="most samples of one forward pass of a rank",
+        *carried("train_batch_size", "batch", "whole"),
+        *carried(
+            "train_micro_batch_size_per_gpu",
+            "microbatch",
+            "whole",
+            "most samples of one forward pass of a rank",
         ),
-        Key(
-            name="gradient_accumulation_steps",
-            kind="whole",
-            fate="adapted",
-            field="batch",
-            note="headway derives it: batch / (microbatch x ranks); of a pipeline it is "
+        *adapted(
+            "gradient_accumulation_steps",
+            "batch",
+            "whole",
+            "headway derives it: batch / (microbatch x ranks); of a pipeline it is "
             "pipeline.microbatches",
         ),
-        Key(
-            name="managed_gradient_accumulation",
-            kind="flag",
-            note="headway counts micro-batches itself",
+        *unneeded("managed_gradient_accumulation", "headway counts micro-batches itself", "flag"),
+        *adapted(
+            "optimizer.type", "optimizer", "text", "Adam is AdamW unless adam_w_mode is false"
         ),
-        Key(
-            name="optimizer.type",
-            kind="text",
-            fate="adapted",
-            field="optimizer",
-            note="Adam is AdamW unless adam_w_mode is false",
-        ),
-        Key(
-            name="optimizer.params.*",
-            fate="carried",
-            field="optimizer",
+        *carried("optimizer.params. lr eps weight_decay", "optimizer", "number"),
+        *carried(
+            "optimizer.params.*",
+            "optimizer",
             note="arguments of the optimiser; DeepSpeed's defaults are written out",
         ),
-        Key(name="optimizer.legacy_fusion", kind="flag", note="it chooses a kernel"),
-        Key(
-            name="scheduler.type",
-            kind="text",
-            fate="adapted",
-            field="scheduler",
-            note="WarmupLR, WarmupDecayLR and WarmupCosineLR by headway.optim:deepspeed_rates",
+        *unneeded("optimizer.legacy_fusion", "it chooses a kernel", "flag"),
+        *adapted(
+            "scheduler.type",
+            "scheduler",
+            "text",
+            "WarmupLR, WarmupDecayLR and WarmupCosineLR by headway.optim:deepspeed_rates",
         ),
-        Key(name="scheduler.params.*", fate="carried", field="scheduler"),
-        Key(name="gradient_clipping", kind="number", fate="carried", field="clip"),
-        Key(
-            name="zero_optimization.stage",
-            kind="whole",
-            fate="carried",
-            field="zero",
-            note="1 the optimiser's state, 2 gradients, too, 3 parameters, too",
+        *carried("scheduler.params. warmup_num_steps total_num_steps", "scheduler", "whole"),
+        *carried(
+            "scheduler.params. warmup_min_lr warmup_max_lr warmup_min_ratio cos_min_ratio",
+            "scheduler",
+            "number",
         ),
-        Key(
-            name="zero_optimization.mics_shard_size",
-            kind="whole",
-            fate="carried",
-            field="shards",
-            note="ranks that keep the state together; the others are copies",
+        *carried("scheduler.params.*", "scheduler"),
+        *carried("gradient_clipping", "clip", "number"),
+        *adapted("zero_optimization", "zero", "flag", "true, of the first releases, is stage 1"),
+        *carried(
+            "zero_optimization.stage",
+            "zero",
+            "whole",
+            "1 the optimiser's state, 2 gradients, too, 3 parameters, too",
+        ),
+        *carried(
+            "zero_optimization.mics_shard_size",
+            "shards",
+            "whole",
+            "ranks that keep the state together; the others are copies",
             idle=(-1, 0),
         ),
-        Key(
-            name="zero_optimization.zero_hpz_partition_size",
-            kind="whole",
-            fate="lost",
-            note="headway has no second copy of the parameters inside a node; shards = ranks of a "
-            "node keeps all of the state there",
+        *lost(
+            "zero_optimization.zero_hpz_partition_size",
+            "headway has no second copy of the parameters inside a node; shards = ranks of a node "
+            "keeps all of the state there",
+            "whole",
             idle=(0, 1),
         ),
-        *_named(
-            "zero_optimization.",
-            "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients",
-            kind="flag",
-            fate="lost",
-            note="with zero headway exchanges exactly; exchange.compress is for zero = 0",
+        *lost(
+            "zero_optimization. zero_quantized_weights zero_quantized_nontrainable_weights "
+            "zero_quantized_gradients",
+            "with zero headway exchanges exactly; exchange.compress is for zero = 0",
+            "flag",
             idle=(False,),
         ),
-        Key(
-            name="zero_optimization.zeropp_loco_param.*",
-            fate="lost",
-            note="with zero headway exchanges exactly",
-        ),
-        *_named(
-            "zero_optimization.",
-            "offload_param.device offload_optimizer.device",
-            kind="text",
-            fate="lost",
-            note=NVME,
+        *lost("zero_optimization.zeropp_loco_param.*", "with zero headway exchanges exactly"),
+        *lost(
+            "zero_optimization. offload_param.device offload_optimizer.device",
+            NVME,
+            "text",
             idle=("none",),
         ),
-        *_named(
-            "zero_optimization.",
-            "cpu_offload cpu_offload_params cpu_offload_param cpu_offload_use_pin_memory",
-            kind="flag",
-            fate="lost",
-            note=NVME,
+        *lost(
+            "zero_optimization. cpu_offload cpu_offload_params cpu_offload_param "
+            "cpu_offload_use_pin_memory",
+            NVME,
+            "flag",
             idle=(False,),
         ),
-        *_named(
-            "zero_optimization.",
-            "offload_param.nvme_path offload_param.buffer_count offload_param.buffer_size "
-            "offload_param.max_in_cpu offload_param.pin_memory offload_optimizer.nvme_path "
-            "offload_optimizer.buffer_count offload_optimizer.pin_memory "
-            "offload_optimizer.pipeline_read offload_optimizer.pipeline_write "
-            "offload_optimizer.pipeline offload_optimizer.fast_init offload_optimizer.ratio "
-            "offload_optimizer.super_offload offload_optimizer.cpuadam_cores_perc "
-            "offload_optimizer.buffer_size",
-            note="it is part of offloading, which headway has not",
+        *unneeded(
+            "zero_optimization. offload_param.nvme_path offload_param.buffer_count "
+            "offload_param.buffer_size offload_param.max_in_cpu offload_param.pin_memory "
+            "offload_optimizer.nvme_path offload_optimizer.buffer_count "
+            "offload_optimizer.pin_memory offload_optimizer.pipeline_read "
+            "offload_optimizer.pipeline_write offload_optimizer.pipeline "
+            "offload_optimizer.fast_init offload_optimizer.ratio offload_optimizer.super_offload "
+            "offload_optimizer.cpuadam_cores_perc offload_optimizer.buffer_size",
+            "it is part of offloading, which headway has not",
         ),
-        Key(name="zero_optimization.zenflow.*", fate="lost", note=NVME),
-        *_named(
-            "zero_optimization.",
-            "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce "
-            "allgather_partitions round_robin_gradients legacy_stage1",
-            kind="flag",
-            note=_BUCKETS,
+        *lost("zero_optimization.zenflow.*", NVME),
+        *unneeded(
+            "zero_optimization. contiguous_gradients reduce_scatter "
+            "use_multi_rank_bucket_allreduce allgather_partitions round_robin_gradients "
+            "legacy_stage1",
+            _BUCKETS,
+            "flag",
         ),
-        Key(
-            name="zero_optimization.overlap_comm",
-            kind="flag",
-            note="what is sent always overlaps with the backward pass",
+        *unneeded(
+            "zero_optimization.overlap_comm",
+            "what is sent always overlaps with the backward pass",
+            "flag",
         ),
-        *_named(
-            "zero_optimization.",
-            "reduce_bucket_size allgather_bucket_size",
-            kind="whole",
-            note=_BUCKETS,
-        ),
-        *_named(
-            "zero_optimization.",
-            "sub_group_size prefetch_bucket_size param_persistence_threshold "
+        *unneeded("zero_optimization. reduce_bucket_size allgather_bucket_size", _BUCKETS, "whole"),
+        *unneeded(
+            "zero_optimization. sub_group_size prefetch_bucket_size param_persistence_threshold "
             "model_persistence_threshold max_live_parameters max_reuse_distance "
             "stage3_prefetch_bucket_size stage3_param_persistence_threshold "
             "stage3_model_persistence_threshold stage3_max_live_parameters "
             "stage3_max_reuse_distance stage3_module_granularity_threshold "
             "module_granularity_threshold",
-            kind="whole",
-            note=_GATHER,
+            _GATHER,
+            "whole",
         ),
-        *_named(
-            "zero_optimization.",
-            "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save "
-            "gather_16bit_weights_on_model_save",
-            kind="flag",
-            note="`headway checkpoint convert RUN model.safetensors` writes the whole model",
+        *unneeded(
+            "zero_optimization. stage3_gather_16bit_weights_on_model_save "
+            "stage3_gather_fp16_weights_on_model_save gather_16bit_weights_on_model_save",
+            "`headway checkpoint convert RUN model.safetensors` writes the whole model",
+            "flag",
         ),
-        *_named(
-            "zero_optimization.",
-            "elastic_checkpoint load_from_fp32_weights pipeline_loading_checkpoint",
-            kind="flag",
-            note="checkpoints are by logical name and load on any number of ranks",
+        *unneeded(
+            "zero_optimization. elastic_checkpoint load_from_fp32_weights "
+            "pipeline_loading_checkpoint",
+            "checkpoints are by logical name and load on any number of ranks",
+            "flag",
         ),
-        *_named(
-            "zero_optimization.",
-            "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential "
-            "mics_hierarchical_params_gather memory_efficient_linear override_module_apply "
-            "log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory "
-            "ignore_unused_parameters",
-            kind="flag",
-            note="how DeepSpeed gathers parameters; FSDP2 gathers them here",
+        *unneeded(
+            "zero_optimization. stage3_use_all_reduce_for_fetch_params "
+            "use_all_reduce_for_fetch_params stage3_allgather_sequential allgather_sequential "
+            "parameter_alignment mics_hierarchical_params_gather memory_efficient_linear "
+            "override_module_apply log_trace_cache_warnings enable_sanity_checks "
+            "save_muon_momentum_buffer_in_memory ignore_unused_parameters",
+            "how DeepSpeed gathers parameters; FSDP2 gathers them here",
+            "flag",
         ),
-        Key(
-            name="zero_optimization.leaf_module.*",
-            note="FSDP2 needs no leaves; modules are gathered by their size",
+        *unneeded(
+            "zero_optimization.leaf_module.*",
+            "FSDP2 needs no leaves; modules are gathered by their size",
         ),
-        Key(name="zero_allow_untested_optimizer", kind="flag", note="every optimiser may be used"),
-        Key(name="zero_force_ds_cpu_optimizer", kind="flag", note="there is none"),
-        Key(
-            name="fp16.enabled",
-            kind="flag",
-            fate="lost",
-            note="headway computes in float32, float64 or bfloat16: the recipe has float32; write "
+        *unneeded("zero_allow_untested_optimizer", "every optimiser may be used", "flag"),
+        *unneeded("zero_force_ds_cpu_optimizer", "there is none", "flag"),
+        *lost(
+            "fp16.enabled",
+            "headway computes in float32, float64 or bfloat16: the recipe has float32; write "
             'precision = "bfloat16" where the device has it',
+            "flag",
             idle=(False,),
         ),
-        *_named(
-            "fp16.",
-            "auto_cast loss_scale initial_scale_power loss_scale_window hysteresis "
+        *unneeded(
+            "fp16. auto_cast loss_scale initial_scale_power loss_scale_window hysteresis "
             "consecutive_hysteresis min_loss_scale fp16_master_weights_and_grads",
-            note=_LOSS_SCALE,
+            _LOSS_SCALE,
         ),
-        *_named(
-            "",
+        *adapted(
             "bf16.enabled bfloat16.enabled",
-            kind="flag",
-            fate="adapted",
-            field="precision",
-            note="autocast; parameters and the optimiser's state stay float32, as DeepSpeed's "
-            "master weights",
+            "precision",
+            "flag",
+            "autocast; parameters and the optimiser's state stay float32, as DeepSpeed's master "
+            "weights",
             idle=(False,),
         ),
-        *_named(
-            "",
+        *unneeded(
             "bf16.immediate_grad_update bf16.check_grad_overflow bf16.check_overflow "
             "bfloat16.immediate_grad_update",
-            kind="flag",
-            note="a loss that is not finite stops the run",
+            "a loss that is not finite stops the run",
+            "flag",
         ),
-        *_named(
-            "",
+        *lost(
             "bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states",
-            kind="flag",
-            fate="lost",
-            note="parameters, gradients and the optimiser's state stay float32",
+            "parameters, gradients and the optimiser's state stay float32",
+            "flag",
             idle=(False,),
         ),
-        Key(
-            name="amp.*",
-            fate="lost",
-            note='apex is not used; write precision = "bfloat16" where the device has it',
+        *lost("amp.*", 'apex is not used; write precision = "bfloat16" where the device has it'),
+        *adapted("torch_autocast.enabled", "precision", "flag", "with dtype bfloat16"),
+        *adapted("torch_autocast.dtype", "precision", "text", "bfloat16 only"),
+        *lost("torch_autocast.lower_precision_safe_modules", "torch's own lists of operators hold"),
+        *lost(
+            "data_types.grad_accum_dtype", "gradients are summed in float32", "text", idle=("fp32",)
         ),
-        Key(
-            name="torch_autocast.enabled",
-            kind="flag",
-            fate="adapted",
-            field="precision",
-            note="with dtype bfloat16",
+        *lost(
+            "data_types. param_dtype buffer_dtype",
+            "parameters and buffers keep the type that the model gives them",
+            "text",
         ),
-        Key(
-            name="torch_autocast.dtype",
-            kind="text",
-            fate="adapted",
-            field="precision",
-            note="bfloat16 only",
+        *unneeded(
+            "data_types.keep_in_fp32_modules",
+            "autocast leaves all parameters and buffers in their type",
         ),
-        Key(
-            name="torch_autocast.lower_precision_safe_modules",
-            fate="lost",
-            note="torch's own lists of operators hold",
-        ),
-        Key(
-            name="data_types.grad_accum_dtype",
-            kind="text",
-            fate="lost",
-            note="gradients are summed in float32",
+        *adapted(
+            "communication_data_type",
+            "exchange.compress",
+            "text",
+            "with zero = 0: gradients travel as fp16 or bf16",
             idle=("fp32",),
         ),
-        *_named(
-            "data_types.",
-            "param_dtype buffer_dtype",
-            kind="text",
-            fate="lost",
-            note="parameters and buffers keep the type that the model gives them",
+        *unneeded(
+            "seq_parallel_communication_data_type", "headway has no sequence parallelism", "text"
         ),
-        Key(
-            name="communication_data_type",
-            kind="text",
-            fate="adapted",
-            field="exchange.compress",
-            note="with zero = 0: gradients travel as fp16 or bf16",
-            idle=("fp32",),
-        ),
-        Key(
-            name="seq_parallel_communication_data_type",
-            kind="text",
-            note="headway has no sequence parallelism",
-        ),
-        Key(
-            name="gradient_allreduce_op",
-            kind="text",
-            fate="carried",
-            field="exchange.reduce",
-            idle=("mean",),
-        ),
-        *_named(
-            "",
+        *carried("gradient_allreduce_op", "exchange.reduce", "text", idle=("mean",)),
+        *unneeded(
             "prescale_gradients gradient_predivide_factor",
-            note="losses are divided by the global count before they are summed",
+            "losses are divided by the global count before they are summed",
         ),
-        Key(
-            name="sparse_gradients",
-            kind="flag",
-            fate="lost",
-            note='embeddings of which only used rows travel are split.tables = "row"',
+        *lost(
+            "sparse_gradients",
+            'embeddings of which only used rows travel are split.tables = "row"',
+            "flag",
             idle=(False,),
         ),
-        Key(name="disable_allgather", kind="flag", note="it chooses a collective"),
-        Key(
-            name="use_data_before_expert_parallelism",
-            kind="flag",
-            note="headway has no expert parallelism",
+        *unneeded("disable_allgather", "it chooses a collective", "flag"),
+        *unneeded(
+            "zero_optimization.compute_grad_norm",
+            "headway computes the norm of gradients where it clips them",
+            "flag",
         ),
-        *_named(
-            "activation_checkpointing.",
-            "partition_activations cpu_checkpointing contiguous_memory_optimization "
-            "synchronize_checkpoint_boundary profile",
-            kind="flag",
-            fate="lost",
-            note=_RECOMPUTE,
+        *unneeded("disable_python_gc", "Python collects garbage as it likes", "flag"),
+        *unneeded(
+            "use_data_before_expert_parallelism", "headway has no expert parallelism", "flag"
+        ),
+        *lost(
+            "activation_checkpointing. partition_activations cpu_checkpointing "
+            "contiguous_memory_optimization synchronize_checkpoint_boundary profile",
+            _RECOMPUTE,
+            "flag",
             idle=(False,),
         ),
-        Key(
-            name="activation_checkpointing.number_checkpoints",
-            kind="whole",
-            fate="lost",
-            note=_RECOMPUTE,
+        *lost("activation_checkpointing.number_checkpoints", _RECOMPUTE, "whole"),
+        *carried("pipeline.stages", "stages", "whole"),
+        *adapted(
+            "pipeline.partition",
+            "pipeline.balance",
+            "text",
+            '"parameters"; others: balance = "time", or pipeline.cut names the modules',
         ),
-        Key(name="pipeline.stages", kind="whole", fate="carried", field="stages"),
-        Key(
-            name="pipeline.partition",
-            kind="text",
-            fate="adapted",
-            field="pipeline.balance",
-            note='"parameters"; others: balance = "time", or pipeline.cut names the modules',
+        *adapted(
+            "pipeline.activation_checkpoint_interval",
+            "pipeline.recompute",
+            "whole",
+            "blocks, one at a time",
         ),
-        Key(
-            name="pipeline.activation_checkpoint_interval",
-            kind="whole",
-            fate="adapted",
-            field="pipeline.recompute",
-            note="blocks, one at a time",
+        *unneeded("pipeline.seed_layers", "a seed depends on nothing but itself", "flag"),
+        *unneeded(
+            "pipeline. pipe_partitioned grad_partitioned use_reentrant",
+            "how DeepSpeed sends activations",
+            "flag",
         ),
-        Key(name="pipeline.seed_layers", kind="flag", note="a seed depends on nothing but itself"),
-        *_named(
-            "pipeline.",
-            "pipe_partitioned grad_partitioned use_reentrant",
-            kind="flag",
-            note="how DeepSpeed sends activations",
-        ),
-        Key(
-            name="tensor_parallel.autotp_size",
-            kind="whole",
-            fate="carried",
-            field="split.tensor",
-            note="linear layers over so many ranks",
+        *carried(
+            "tensor_parallel.autotp_size",
+            "split.tensor",
+            "whole",
+            "linear layers over so many ranks",
             idle=(0, 1),
         ),
-        Key(
-            name="tensor_parallel.*",
-            note="which layers are split, split.only and split.whole say by name",
+        *unneeded(
+            "tensor_parallel.*", "which layers are split, split.only and split.whole say by name"
         ),
-        Key(
-            name="sequence_parallel_size",
-            kind="whole",
-            fate="lost",
-            note="headway has no sequence parallelism; these ranks take shares of the batch",
+        *lost(
+            "sequence_parallel_size",
+            "headway has no sequence parallelism; these ranks take shares of the batch",
+            "whole",
             idle=(0, 1),
         ),
-        Key(
-            name="expert_parallel.*",
-            fate="lost",
-            note="headway has no expert parallelism; every rank has all experts",
+        *lost("expert_parallel.*", "headway has no expert parallelism; every rank has all experts"),
+        *carried("dataloader_drop_last", "drop_last", "flag"),
+        *unneeded(
+            "steps_per_print",
+            "`headway train` shows its progress, and the run directory has every step",
+            "number",
         ),
-        Key(name="dataloader_drop_last", kind="flag", fate="carried", field="drop_last"),
-        Key(
-            name="steps_per_print",
-            kind="number",
-            note="`headway train` shows its progress, and the run directory has every step",
-        ),
-        *_named("", "wall_clock_breakdown memory_breakdown dump_state", kind="flag", note=HOST),
-        Key(name="log_level", kind="text", note="Python's logging decides"),
-        Key(
-            name="tensorboard.enabled",
-            kind="flag",
-            fate="carried",
-            field="loggers",
-            note="into the run directory",
-        ),
-        Key(name="wandb.enabled", kind="flag", fate="carried", field="loggers"),
-        Key(
-            name="csv_monitor.enabled",
-            kind="flag",
-            fate="carried",
-            field="loggers",
-            note="metrics.csv in the run directory",
-        ),
-        *_named(
-            "",
+        *unneeded("wall_clock_breakdown memory_breakdown dump_state", HOST, "flag"),
+        *unneeded("log_level", "Python's logging decides", "text"),
+        *carried("tensorboard.enabled", "loggers", "flag", "into the run directory"),
+        *carried("wandb.enabled", "loggers", "flag"),
+        *carried("csv_monitor.enabled", "loggers", "flag", "metrics.csv in the run directory"),
+        *unneeded(
             "tensorboard.output_path tensorboard.job_name csv_monitor.output_path "
             "csv_monitor.job_name",
-            kind="text",
-            note="records are in the run directory",
+            "records are in the run directory",
+            "text",
         ),
-        *_named(
-            "wandb.",
-            "project team group",
-            kind="text",
-            fate="lost",
-            note="set WANDB_PROJECT, WANDB_ENTITY, WANDB_RUN_GROUP",
+        *lost(
+            "wandb. project team group", "set WANDB_PROJECT, WANDB_ENTITY, WANDB_RUN_GROUP", "text"
         ),
-        Key(
-            name="comet.*",
-            fate="lost",
-            note="loggers may be a function that returns a logger: one that makes a Comet "
-            "experiment",
+        *lost(
+            "comet.*",
+            "loggers may be a function that returns a logger: one that makes a Comet experiment",
         ),
-        Key(
-            name="flops_profiler.*",
-            note="`headway report RUN` and `headway explain` show time and work by layer",
+        *unneeded(
+            "flops_profiler.*",
+            "`headway report RUN` and `headway explain` show time and work by layer",
         ),
-        Key(name="comms_logger.*", note="the run's report shows what each exchange sends"),
-        Key(
-            name="autotuning.*",
-            fate="lost",
-            note="`headway plan RECIPE` and `headway train --plan auto` search plans",
+        *unneeded("comms_logger.*", "the run's report shows what each exchange sends"),
+        *lost("autotuning.*", "`headway plan RECIPE` and `headway train --plan auto` search plans"),
+        *lost(
+            "elasticity.*", "the global batch stays what it is, on any number of ranks: --batch N"
         ),
-        Key(
-            name="elasticity.*",
-            fate="lost",
-            note="the global batch stays what it is, on any number of ranks: --batch N",
-        ),
-        Key(name="aio.*", note="headway does not offload to disks"),
-        Key(name="sparse_attention.*", fate="lost", note=MODEL),
-        Key(name="progressive_layer_drop.*", fate="lost", note=MODEL),
-        Key(name="compression_training.*", fate="lost", note=MODEL),
-        Key(name="quantize_training.*", fate="lost", note=MODEL),
-        Key(name="eigenvalue.*", fate="lost", note=MODEL),
-        Key(name="hybrid_engine.*", fate="lost", note="headway trains; it does not generate"),
-        *_named(
-            "",
+        *unneeded("aio.*", "headway does not offload to disks"),
+        *lost("sparse_attention.*", MODEL),
+        *lost("progressive_layer_drop.*", MODEL),
+        *lost("compression_training.*", MODEL),
+        *lost("quantize_training.*", MODEL),
+        *lost("eigenvalue.*", MODEL),
+        *lost("hybrid_engine.*", "headway trains; it does not generate"),
+        *lost(
             "curriculum_learning.* data_efficiency.*",
-            fate="lost",
-            note="the order of samples is the data's: a `Source` may give harder ones later",
+            "the order of samples is the data's: a `Source` may give harder ones later",
         ),
-        *_named(
-            "checkpoint.",
-            "tag_validation load_universal use_node_local_storage parallel_write.pipeline_stage "
-            "writer.* checkpoint_serialization",
-            note="checkpoints are by logical name, written by all ranks, and load on any number "
-            "of them",
+        *unneeded(
+            "checkpoint. tag_validation load_universal use_node_local_storage "
+            "parallel_write.pipeline_stage writer.* checkpoint_serialization",
+            "checkpoints are by logical name, written by all ranks, and load on any number of them",
         ),
-        *_named("", "nebula.* datastates_ckpt.*", note="checkpoints are asynchronous already"),
-        *_named(
-            "",
+        *unneeded("nebula.* datastates_ckpt.*", "checkpoints are asynchronous already"),
+        *lost(
             "compile.* graph_harvesting vocabulary_size",
-            fate="lost",
-            note="apply torch.compile in the function that builds the model",
+            "apply torch.compile in the function that builds the model",
             idle=(False,),
         ),
     ),
@@ -580,12 +459,12 @@ def _batch(
     if processes is None and found.copies is not None:
         t.fields["processes"] = found.copies * together
     if found.batch is None:
-        note = f"{found}: say how many with --processes, or the batch with --batch"
+        instead = "" if found.copies is not None else "how many with --processes, or "
+        note = f"{found}: say {instead}the batch with --batch"
         for name in (_M, _A):
             t.tell(name, "lost", note)
     else:
         t.carry(_B, "batch", found.batch)
-        t.fields["batch"] = found.batch
     _micro_batches(t, found, stages)
 
 
@@ -593,35 +472,36 @@ def _micro_batches(t: Translation, found: BatchEquation, stages: int) -> None:
     if stages > 1 and found.accumulation is not None:
         note = "the micro-batches of a pipeline's step"
         t.carry(_A, "pipeline.microbatches", found.accumulation, note)
-        t.fields["pipeline.microbatches"] = found.accumulation
         t.tell(_M, "adapted", f"{found}", "pipeline.microbatches")
         return
     if found.batch is None:
         return
     if found.micro is not None:
         t.carry(_M, "microbatch", found.micro)
-        t.fields["microbatch"] = found.micro
     if found.micro is None and (found.accumulation or 1) > 1:
         t.tell(_A, "lost", f"{found}: say how many with --processes")
         return
     t.tell(_A, "adapted", "headway accumulates what exceeds microbatch", str(found))
 
 
+def carry_zero_stage(t: Translation, name: str) -> int | None:
+    """A stage of ZeRO, 0 to 3; another number is a problem."""
+    stage = t.whole(name, least=0)
+    if stage is not None and stage > 3:
+        t.problem(name, f"{stage} is no stage of ZeRO; 0, 1, 2 or 3")
+    elif stage is not None:
+        t.carry(name, "zero", stage)
+    return stage
+
+
 def _zero(t: Translation) -> None:
     whole = t.value("zero_optimization")
-    if isinstance(whole, bool):
+    if whole is not None:
         # Of DeepSpeed's first releases: true is stage 1.
         t.carry("zero_optimization", "zero", int(whole), "true is stage 1")
-        return
-    stage = t.whole("zero_optimization.stage", least=0)
-    if stage is None:
-        return
-    if stage > 3:
-        t.problem("zero_optimization.stage", f"{stage} is no stage of ZeRO; 0, 1, 2 or 3")
-        return
-    t.carry("zero_optimization.stage", "zero", stage)
+    stage = carry_zero_stage(t, "zero_optimization.stage")
     shards = t.value("zero_optimization.mics_shard_size")
-    if shards is not None and shards > 0:
+    if stage is not None and shards is not None and shards > 0:
         if stage == 0:
             t.problem("zero_optimization.mics_shard_size", "it needs stage 3")
         else:
@@ -642,7 +522,6 @@ def _precision(t: Translation) -> None:
         if str(dtype).removeprefix("torch.") in ("bfloat16", "bf16"):
             for key in (name, "torch_autocast.enabled"):
                 t.carry(key, "precision", "bfloat16")
-            t.fields["precision"] = "bfloat16"
         else:
             for key in (name, "torch_autocast.enabled"):
                 t.tell(key, "lost", f"headway has autocast to bfloat16 only, not to {dtype}")
@@ -673,7 +552,18 @@ def _exchange(t: Translation) -> None:
 # ---- optimiser --------------------------------------------------------------------------------
 
 _ADAM_LIKE = ("Adam", "AdamW", "OneBitAdam", "ZeroOneAdam")
-_OTHERS = ("Lamb", "OneBitLamb", "Lion", "Muon", "MuAdam", "MuAdamW", "MuSGD", *TORCH_OPTIMIZERS)
+_OF_TORCH = (
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adamax", "LBFGS", "NAdam", "RAdam", "RMSprop",
+    "Rprop", "SGD", "SparseAdam",
+)  # fmt: skip
+_OTHERS = ("Lamb", "OneBitLamb", "Lion", "Muon", "MuAdam", "MuAdamW", "MuSGD", *_OF_TORCH)
+# Of Adam, AdamW and Lamb. What is not said would be torch's, whose AdamW decays by 0.01.
+_DEFAULTS: Mapping[str, Any] = {
+    "lr": 1e-3,
+    "betas": [0.9, 0.999],
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+}
 _P = "optimizer.params"
 _OF_KERNELS = "torch_adam fused foreach capturable differentiable amsgrad bias_correction"
 _OF_ONE_BIT = (
@@ -693,7 +583,7 @@ def _optimizer(t: Translation) -> float | None:
         return _adam(t, kind)
     if kind in ("Lamb", "OneBitLamb"):
         return _lamb(t, kind)
-    if kind in TORCH_OPTIMIZERS:
+    if kind in _OF_TORCH:
         return _of_torch(t, kind)
     note = "neither torch nor headway has it as it is; name a function of yours with --optimizer"
     t.tell("optimizer.type", "lost", note)
@@ -704,8 +594,8 @@ def _optimizer(t: Translation) -> float | None:
 
 def _adam(t: Translation, kind: str) -> float | None:
     decoupled = kind != "Adam" or t.below(_P).get("adam_w_mode", True) is not False
-    call = ADAMW if decoupled else ADAM
-    arguments = _arguments(t, ADAM_ARGUMENTS)
+    call = f"torch.optim:{'AdamW' if decoupled else 'Adam'}"
+    arguments = _arguments(t)
     if t.below(_P).get("amsgrad") is True:
         arguments["amsgrad"] = True
         t.tell(f"{_P}.amsgrad", "carried", "", "optimizer.amsgrad = true")
@@ -713,7 +603,7 @@ def _adam(t: Translation, kind: str) -> float | None:
         "Adam": "adam_w_mode is true by default: the decay is AdamW's" if decoupled else "",
         "AdamW": "",
     }.get(kind, _ONE_BIT)
-    t.carry("optimizer.type", "optimizer", call_of(call, arguments), note, form=_call(call))
+    t.carry("optimizer.type", "optimizer", _made(t, call, arguments), note, form=_call(call))
     if t.below(_P).get("bias_correction") is False:
         lost = "torch's Adam always corrects its bias"
         t.tell(f"{_P}.bias_correction", "lost", lost)
@@ -724,7 +614,7 @@ def _adam(t: Translation, kind: str) -> float | None:
 
 
 def _lamb(t: Translation, kind: str) -> float | None:
-    arguments = _arguments(t, ADAM_ARGUMENTS)
+    arguments = _arguments(t)
     given = t.below(_P)
     low, high = given.get("min_coeff", 0.01), given.get("max_coeff", 10.0)
     note = (
@@ -733,9 +623,12 @@ def _lamb(t: Translation, kind: str) -> float | None:
     )
     if kind == "OneBitLamb":
         note = f"{note}; {_ONE_BIT}"
+    if given.get("bias_correction") is False:
+        arguments["bias_correction"] = False
+        t.tell(f"{_P}.bias_correction", "carried", "", "optimizer.bias_correction = false")
     arguments["exclude_1d"] = False
-    call = call_of("headway.optim:LAMB", arguments)
-    t.carry("optimizer.type", "optimizer", call, note, form=_call(call.call))
+    made = _made(t, "headway.optim:LAMB", arguments)
+    t.carry("optimizer.type", "optimizer", made, note, form=_call(made.call))
     for name, value in (("min_coeff", low), ("max_coeff", high)):
         t.tell(f"{_P}.{name}", "lost", f"a bound of {value} on the trust ratio: headway has none")
     _left_arguments(t, kind)
@@ -746,46 +639,52 @@ def _of_torch(t: Translation, kind: str) -> float | None:
     arguments = t.below(_P)
     for name, value in arguments.items():
         t.tell(f"{_P}.{name}", "carried", "", f"optimizer.{name} = {value!r}")
-    call = call_of(f"torch.optim:{kind}", arguments)
-    t.carry("optimizer.type", "optimizer", call, form=_call(call.call))
+    made = _made(t, f"torch.optim:{kind}", arguments)
+    t.carry("optimizer.type", "optimizer", made, form=_call(made.call))
     lr = arguments.get("lr")
     return float(lr) if isinstance(lr, int | float) else None
+
+
+def _made(t: Translation, call: str, arguments: Mapping[str, Any]) -> ImportedCall:
+    # No default of a rate is what the user had: "auto" is the Trainer's 5e-5, or the command's.
+    gaps = ("lr",) if t.is_auto(f"{_P}.lr") else ()
+    return ImportedCall.of(call, arguments, gaps)
 
 
 def _call(call: str) -> str:
     return f'optimizer.call = "{call}"'
 
 
-def _arguments(t: Translation, wanted: Mapping[str, OptimizerArgument]) -> dict[str, Any]:
-    """The keyword arguments of a call, with DeepSpeed's defaults; tells what they became."""
-    given, found = t.below(_P), dict[str, Any]()
-    for name, argument in wanted.items():
-        key, target = f"{_P}.{name}", argument.name or name
-        if name not in given:
-            if not t.is_auto(key):
-                found[target] = argument.default
-                t.default(key, argument.default, f"optimizer.{target}")
+def _arguments(t: Translation) -> dict[str, Any]:
+    """The arguments of Adam and Lamb, with DeepSpeed's defaults; tells what they became."""
+    found = dict[str, Any]()
+    for name, default in _DEFAULTS.items():
+        key = f"{_P}.{name}"
+        said = _betas(t, key) if name == "betas" else t.positive(key)
+        if said is None and name == "lr" and t.is_auto(key):
             continue
-        try:
-            found[target] = _CHECKS[argument.kind](given[name])
-        except ValueError as error:
-            t.problem(key, f"{given[name]!r} {error}")
-            continue
-        t.tell(key, "carried", "", f"optimizer.{target} = {found[target]}")
+        found[name] = default if said is None else said
+        became = f"optimizer.{name} = {found[name]}"
+        if said is None:
+            # The Trainer of transformers has the same defaults as DeepSpeed, but for the rate.
+            t.tell(key, "adapted", "DeepSpeed's default, and the Trainer's", became)
+            t.default(key, default, became)
+        else:
+            t.tell(key, "carried", "", became)
     return found
 
 
-def _rate(value: Any) -> float:
-    try:
-        found = float(value) if not isinstance(value, bool) else -1.0
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError("is not a number") from None
-    if not 0 <= found < 1e300:
-        raise ValueError("is not a number of at least 0")
-    return found
-
-
-_CHECKS: Mapping[str, Callable[[Any], Any]] = {"number": _rate, "betas": betas}
+def _betas(t: Translation, key: str) -> list[float] | None:
+    """Two numbers from 0 to below 1; others are a problem."""
+    said = t.value(key)
+    if said is None:
+        return None
+    if isinstance(said, list) and len(said) == 2:
+        numbers = [b for b in said if isinstance(b, int | float) and not isinstance(b, bool)]
+        if len(numbers) == 2 and all(0 <= b < 1 for b in numbers):
+            return [float(b) for b in numbers]
+    t.problem(key, f"{said!r} is not two numbers from 0 to below 1")
+    return None
 
 
 def _left_arguments(t: Translation, kind: str) -> None:
@@ -803,7 +702,7 @@ def _left_arguments(t: Translation, kind: str) -> None:
         elif name in _OF_KERNELS.split():
             t.tell(key, "unneeded", "it chooses an implementation of the same optimiser")
         elif name in _OF_ONE_BIT.split():
-            t.tell(key, "lost", _ONE_BIT)
+            t.tell(key, "lost", f"it is part of {kind}'s compression")
         else:
             t.tell(key, "unknown", f"{kind} has no such argument{nearest(name, known)}")
 
@@ -856,44 +755,40 @@ def _scheduler(t: Translation, lr: float | None) -> None:
 
 def _curve(t: Translation, kind: str, lr: float | None, given: Mapping[str, Any]) -> None:
     """headway.optim:deepspeed_rates with the arguments of one of its schedules."""
-    numbers: dict[str, float] = {}
-    for name in given.keys() - {"warmup_type"}:
-        try:
-            numbers[name] = _rate(given[name])
-        except ValueError as error:
-            t.problem(f"{_S}.{name}", f"{given[name]!r} {error}")
-    if len(numbers) < len(given.keys() - {"warmup_type"}):
-        return
-    steps = numbers.get("warmup_num_steps", 1000)
-    for name in ("warmup_num_steps", "total_num_steps"):
-        if name in numbers and (numbers[name] < 1 or numbers[name] != int(numbers[name])):
-            t.problem(f"{_S}.{name}", f"{given[name]!r} is not a whole number of at least 1")
-            return
-    arguments: dict[str, Any] = {"warmup": int(steps)}
+    warmup, total = t.whole(f"{_S}.warmup_num_steps"), t.whole(f"{_S}.total_num_steps")
+    numbers = {
+        name: t.positive(f"{_S}.{name}")
+        for name in ("warmup_min_lr", "warmup_max_lr", "warmup_min_ratio", "cos_min_ratio")
+    }
     shape = given.get("warmup_type", "log")
     if shape not in ("log", "linear"):
         t.problem(f"{_S}.warmup_type", f"{shape!r} is neither log nor linear")
+    if t.problems:
         return
+    arguments: dict[str, Any] = {"warmup": warmup or 1000}
     arguments["shape"] = shape
     if kind == "WarmupCosineLR":
-        arguments["start"] = numbers.get("warmup_min_ratio", 0.0)
-        arguments["end"] = numbers.get("cos_min_ratio", 0.0001)
+        end = numbers["cos_min_ratio"]
+        arguments["start"] = numbers["warmup_min_ratio"] or 0.0
+        arguments["end"] = 0.0001 if end is None else end
     else:
-        top = numbers.get("warmup_max_lr", 1e-3 if kind == "WarmupDecayLR" else lr)
-        if top is not None and t.is_auto(f"{_S}.warmup_max_lr"):
-            top = lr
+        top = numbers["warmup_max_lr"]
+        if top is None:
+            of_decay = kind == "WarmupDecayLR" and not t.is_auto(f"{_S}.warmup_max_lr")
+            top = 1e-3 if of_decay else lr
         if not top:
             t.tell("scheduler.type", "lost", "the rate that it goes up to is not known")
             for name in given:
                 t.tell(f"{_S}.{name}", "lost", "without the rate there is no schedule")
             return
-        low = numbers.get("warmup_min_lr", 0.0)
-        arguments["start"] = low / top
+        if kind == "WarmupDecayLR":
+            t.default(f"{_S}.warmup_max_lr", top, f"optimizer.lr = {top:g}")
+        arguments["start"] = (numbers["warmup_min_lr"] or 0.0) / top
         _top(t, lr, top)
     arguments["decay"] = _CURVES[kind]
-    if "total_num_steps" in numbers:
-        arguments["steps"] = int(numbers["total_num_steps"])
-    call = call_of("headway.optim:deepspeed_rates", arguments)
+    if total is not None:
+        arguments["steps"] = total
+    call = ImportedCall.of("headway.optim:deepspeed_rates", arguments)
     form = 'scheduler.call = "headway.optim:deepspeed_rates"'
     t.carry("scheduler.type", "scheduler", call, form=form)
     said = {
@@ -908,27 +803,24 @@ def _curve(t: Translation, kind: str, lr: float | None, given: Mapping[str, Any]
         if name in said:
             t.tell(f"{_S}.{name}", "carried", "", said[name])
     t.tell(f"{_S}.last_batch_iteration", "unneeded", "a resumed run knows its step")
-    if "warmup_type" not in given:
-        t.default(f"{_S}.warmup_type", "log", "scheduler.shape")
-    if "warmup_num_steps" not in given:
-        t.default(f"{_S}.warmup_num_steps", 1000, "scheduler.warmup")
+    t.default(f"{_S}.warmup_type", "log", 'scheduler.shape = "log"')
+    t.default(f"{_S}.warmup_num_steps", 1000, "scheduler.warmup = 1000")
 
 
 def _top(t: Translation, lr: float | None, top: float) -> None:
     """The schedule's highest rate is what the optimiser is given: it overrides the other one."""
-    found = t.fields.get("optimizer")
-    if found is not None and top != lr:
-        arguments = {**dict(found.arguments), "lr": top}
-        t.fields["optimizer"] = replace(found, arguments=tuple(arguments.items()))
-        if lr is not None:
-            note = f"the schedule's warmup_max_lr overrides it: {top:g}"
-            t.tell(f"{_P}.lr", "adapted", note, f"optimizer.lr = {top:g}")
-    t.tell(f"{_S}.warmup_max_lr", "carried", "", f"optimizer.lr = {top:g}")
+    found, became = t.fields.get("optimizer"), f"optimizer.lr = {top:g}"
+    if found is None:
+        t.fields["lr"] = top
+    elif top != lr:
+        arguments = {"lr": top} | dict(found.arguments) | {"lr": top}
+        t.fields["optimizer"] = ImportedCall.of(found.call, arguments)
+        note = f"the schedule's warmup_max_lr overrides it: {top:g}"
+        t.tell(f"{_P}.lr", "adapted", note, became)
+    t.tell(f"{_S}.warmup_max_lr", "carried", "", became)
 
 
 # ---- the rest ---------------------------------------------------------------------------------
-
-_LOGGERS = {"tensorboard": "tensorboard", "wandb": "wandb", "csv_monitor": "csv"}
 
 
 def _rest(t: Translation) -> None:
@@ -939,9 +831,10 @@ def _rest(t: Translation) -> None:
         t.tell("gradient_clipping", "off", "")
     if t.value("dataloader_drop_last") is not None:
         t.carry("dataloader_drop_last", "drop_last", t.value("dataloader_drop_last"))
-    loggers = tuple(name for section, name in _LOGGERS.items() if t.enabled(section))
-    if loggers:
-        t.fields["loggers"] = loggers
-    for section, name in _LOGGERS.items():
-        if name in loggers:
-            t.tell(f"{section}.enabled", "carried", "", f'loggers = ["{name}"]')
+    t.loggers(
+        {
+            "tensorboard": "tensorboard.enabled",
+            "wandb": "wandb.enabled",
+            "csv": "csv_monitor.enabled",
+        }
+    )

@@ -1,8 +1,7 @@
 """The table of a format's keys, as data: what each may hold, and what becomes of it.
 
 A table answers for every key of a file of its format. The functions that translate take the keys
-whose meaning depends on others; the rest has the fate that stands here. `docs/make_migration.py`
-writes the tables of docs/migration.md from the same data.
+whose meaning depends on others; the rest has the fate that stands here.
 """
 
 from __future__ import annotations
@@ -57,6 +56,55 @@ class Key:
     field: str = ""
     note: str = ""
     idle: tuple[object, ...] = ()
+
+
+def carried(
+    names: str | Sequence[str],
+    field: str,
+    kind: Kind = "any",
+    note: str = "",
+    *,
+    idle: tuple[object, ...] = (),
+) -> tuple[Key, ...]:
+    """Keys that become a field.
+
+    Args:
+        names: One by one, or in one text with spaces between them; a first word that ends with a
+            dot stands in front of all others.
+    """
+    return _keys(names, kind=kind, fate="carried", field=field, note=note, idle=idle)
+
+
+def adapted(
+    names: str | Sequence[str],
+    field: str,
+    kind: Kind = "any",
+    note: str = "",
+    *,
+    idle: tuple[object, ...] = (),
+) -> tuple[Key, ...]:
+    """Keys that become a field which does not mean just the same; names as in `carried`."""
+    return _keys(names, kind=kind, fate="adapted", field=field, note=note, idle=idle)
+
+
+def unneeded(
+    names: str | Sequence[str], note: str, kind: Kind = "any", *, idle: tuple[object, ...] = ()
+) -> tuple[Key, ...]:
+    """Keys that nothing needs to come of; names as in `carried`."""
+    return _keys(names, kind=kind, fate="unneeded", note=note, idle=idle)
+
+
+def lost(
+    names: str | Sequence[str], note: str, kind: Kind = "any", *, idle: tuple[object, ...] = ()
+) -> tuple[Key, ...]:
+    """Keys that nothing comes of; names as in `carried`."""
+    return _keys(names, kind=kind, fate="lost", note=note, idle=idle)
+
+
+def _keys(names: str | Sequence[str], **facts: Any) -> tuple[Key, ...]:
+    words = names.split() if isinstance(names, str) else list(names)
+    prefix = words.pop(0) if words[0].endswith(".") else ""
+    return tuple(Key(name=f"{prefix}{word}", **facts) for word in words)
 
 
 @dataclass(frozen=True, kw_only=True)

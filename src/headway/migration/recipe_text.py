@@ -61,9 +61,9 @@ def recipe_text(settings: ImportedSettings, parts: RecipeParts, *, name: str, so
     lines = [f"# Made by `headway import` from {source}", ""]
     if parts.recipe is not None:
         lines += [f"recipe = {toml(parts.recipe)}", *_head(settings, parts, "")]
-        if settings.optimizer is not None:
-            # Options are laid over those of the optimiser that the recipe builds.
-            lines += _table("optimizer", settings.optimizer.arguments)
+        # Options are laid over those of the optimiser that the recipe builds.
+        own = () if settings.optimizer is None else settings.optimizer.arguments
+        lines += _table("optimizer", own or _rate(settings))
         return "\n".join([*lines, *_plan_tables(settings)]) + "\n"
     lines += [f"name = {toml(name)}", *_head(settings, parts, "# ")]
     lines += _code("model", parts.model, "my_module:build_model")
@@ -76,10 +76,9 @@ def recipe_text(settings: ImportedSettings, parts: RecipeParts, *, name: str, so
         lines += _code("loss", parts.loss, "my_module:loss")
     if parts.validation is not None:
         lines += _code("validation", parts.validation, "")
-    chosen = settings.optimizer if parts.optimizer is None else ImportedCall(call=parts.optimizer)
-    lines += _call("optimizer", chosen, "torch.optim:AdamW")
+    lines += _optimizer(settings, parts)
     if settings.scheduler is not None:
-        lines += _call("scheduler", settings.scheduler, "")
+        lines += _call("scheduler", settings.scheduler)
     return "\n".join([*lines, *_plan_tables(settings)]) + "\n"
 
 
@@ -95,7 +94,9 @@ def missing_parts(settings: ImportedSettings, parts: RecipeParts) -> tuple[str, 
         "loss": parts.loss or parts.criterion,
         "optimizer": parts.optimizer or settings.optimizer,
     }
-    return tuple(name for name, value in found.items() if value is None)
+    missing = [name for name, value in found.items() if value is None]
+    gaps = settings.optimizer.gaps if settings.optimizer and parts.optimizer is None else ()
+    return (*missing, *(f"optimizer.{name}" for name in gaps))
 
 
 def _head(settings: ImportedSettings, parts: RecipeParts, gap: str) -> Iterator[str]:
@@ -127,10 +128,29 @@ def _code(table: str, call: str | None, example: str) -> list[str]:
     return ["", f"[{table}]", f"call = {toml(call)}"]
 
 
-def _call(table: str, call: ImportedCall | None, example: str) -> list[str]:
-    if call is None:
-        return _code(table, None, example)
-    return [*_table(table, (("call", call.call), *call.arguments))]
+def _call(table: str, call: ImportedCall) -> list[str]:
+    lines = [*_table(table, (("call", call.call), *call.arguments))]
+    if not call.gaps:
+        return lines
+    # Without the call the recipe is refused: it would train with a default of torch's else.
+    gaps = [f"{name} = ...  (write yours)" for name in call.gaps]
+    return ["", *(f"# {line}" for line in (*lines[1:], *gaps))]
+
+
+def _optimizer(settings: ImportedSettings, parts: RecipeParts) -> list[str]:
+    """Of the class that is named in place of the configuration's only the rate is known."""
+    if parts.optimizer is not None:
+        return _call("optimizer", ImportedCall(call=parts.optimizer, arguments=_rate(settings)))
+    if settings.optimizer is not None:
+        return _call("optimizer", settings.optimizer)
+    lines = _code("optimizer", None, "torch.optim:AdamW")
+    return [*lines, *(f"# {name} = {toml(value)}" for name, value in _rate(settings))]
+
+
+def _rate(settings: ImportedSettings) -> tuple[tuple[str, Any], ...]:
+    given = {} if settings.optimizer is None else dict(settings.optimizer.arguments)
+    lr = given.get("lr", settings.lr)
+    return () if lr is None else (("lr", lr),)
 
 
 def _table(name: str, items: Sequence[tuple[str, Any]]) -> Iterator[str]:

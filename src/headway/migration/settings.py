@@ -12,10 +12,23 @@ from headway.plans.plan import Zero
 
 @dataclass(frozen=True, kw_only=True)
 class ImportedCall:
-    """A class or function with keyword arguments, as a table of recipe.toml names it."""
+    """A class or function with keyword arguments, as a table of recipe.toml names it.
+
+    Attributes:
+        gaps: Arguments that the configuration leaves to another program, and that have no default
+            which a user could mean.
+    """
 
     call: str
     arguments: tuple[tuple[str, Any], ...] = ()
+    gaps: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, call: str, arguments: Mapping[str, Any], gaps: tuple[str, ...] = ()
+    ) -> ImportedCall:
+        """A call with keyword arguments in the order in which they are given."""
+        return cls(call=call, arguments=tuple(arguments.items()), gaps=gaps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +42,7 @@ class ImportedSettings:
         processes: Of all machines.
         nodes: Machines.
         timeout: The command's longest wait for another process.
+        lr: Of the optimiser, where the schedule says it and the file names no optimiser.
     """
 
     processes: int | None = None
@@ -39,6 +53,7 @@ class ImportedSettings:
     microbatch: int | None = None
     stop: str | None = None
     optimizer: ImportedCall | None = None
+    lr: float | None = None
     scheduler: ImportedCall | None = None
     clip: float | None = None
     precision: Literal["float32", "float64", "bfloat16"] | None = None

@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 from headway.migration.batch_equation import BatchEquation, solve_batch
-from headway.migration.key_table import Key, KeyTable, Switch
-from headway.migration.optimizers import ADAM, ADAMW, call_of
+from headway.migration.key_table import KeyTable, Switch, adapted, carried, lost, unneeded
+from headway.migration.settings import ImportedCall
 from headway.migration.translation import Translation
 
 _MODEL = "name the function that builds your model with --model"
@@ -30,16 +30,16 @@ _FLOAT8 = "headway has no float8; bfloat16 is autocast"
 _HF = "`headway checkpoint convert` reads and writes safetensors"
 
 
-def _named(prefix: str, names: str, **facts: Any) -> tuple[Key, ...]:
-    return tuple(Key(name=f"{prefix}{name}", **facts) for name in names.split())
-
-
 _DP_REPLICATE = (
     "parallelism.data_parallel_replicate_degree",
     "training.data_parallel_replicate_degree",
 )
-_DP_SHARD = ("parallelism.data_parallel_shard_degree", "training.data_parallel_shard_degree")
-_DP = ("training.data_parallel_degree",)
+_DP_SHARD = (
+    "parallelism.data_parallel_shard_degree",
+    "training.data_parallel_shard_degree",
+    "training.data_parallel_degree",
+)
+_RESHARD = ("parallelism.fsdp_reshard_after_forward", "training.fsdp_reshard_after_forward")
 _TP = ("parallelism.tensor_parallel_degree", "training.tensor_parallel_degree")
 _PP = (
     "parallelism.pipeline_parallel_degree",
@@ -56,6 +56,10 @@ _SPLIT_POINTS = (
     "parallelism.pipeline_parallel_split_points",
     "experimental.pipeline_parallel_split_points",
 )
+_MICROBATCHES = (
+    "parallelism.pipeline_parallel_microbatches",
+    "experimental.pipeline_parallel_microbatches",
+)
 _SCHEDULE = (
     "parallelism.pipeline_parallel_schedule",
     "experimental.pipeline_parallel_schedule",
@@ -71,443 +75,275 @@ TABLE = KeyTable(
         Switch(section="memory_estimation", keys=("enable", "enabled")),
     ),
     keys=(
-        *_named("job.", "config_file description dump_folder", note=_RUN),
-        *_named(
-            "job.",
-            "print_args print_config save_config_file use_for_integration_test",
-            note="the run directory holds recipe and plan",
+        *unneeded("job. config_file description dump_folder", _RUN),
+        *unneeded(
+            "job. print_args print_config save_config_file save_config_folder "
+            "use_for_integration_test",
+            "the run directory holds recipe and plan",
         ),
-        Key(
-            name="job.custom_config_module",
-            fate="lost",
-            note="a recipe is Python or TOML; write what it adds there",
-        ),
+        *lost("job.custom_config_module", "a recipe is Python or TOML; write what it adds there"),
         # Model and data
-        *_named("model.", "name flavor", kind="text", fate="lost", note=_MODEL),
-        Key(
-            name="model.hf_assets_path",
-            fate="lost",
-            note="weights = DIRECTORY starts from a model that `save_pretrained` has written",
+        *lost("model. name flavor", _MODEL, "text"),
+        *lost(
+            "model.hf_assets_path",
+            "weights = DIRECTORY starts from a model that `save_pretrained` has written",
         ),
-        Key(name="model.tokenizer_path", fate="lost", note=_DATA),
-        *_named(
-            "model.",
-            "norm_type use_flex_attn attn_mask_type print_after_conversion",
-            fate="lost",
-            note=_MODEL,
-        ),
-        Key(name="model.converters", fate="lost", note=_FLOAT8),
-        *_named("training.", "dataset dataset_path", fate="lost", note=_DATA),
-        Key(name="training.seq_len", kind="whole", fate="carried", field="tokens_per_sample"),
-        Key(name="training.dataloader.num_workers", kind="whole", fate="carried", field="workers"),
-        *_named(
-            "training.dataloader.",
-            "persistent_workers pin_memory prefetch_factor",
-            note="headway starts and feeds its loader processes itself",
+        *lost("model.tokenizer_path", _DATA),
+        *lost("model. norm_type use_flex_attn attn_mask_type print_after_conversion", _MODEL),
+        *lost("model.converters", _FLOAT8),
+        *lost("training. dataset dataset_path", _DATA),
+        *carried("training.seq_len", "tokens_per_sample", "whole"),
+        *carried("training.dataloader.num_workers", "workers", "whole"),
+        *unneeded(
+            "training.dataloader. persistent_workers pin_memory prefetch_factor",
+            "headway starts and feeds its loader processes itself",
         ),
         # Batch and length
-        *_named(
-            "training.",
-            "local_batch_size batch_size",
-            kind="whole",
-            fate="adapted",
-            field="batch",
-            note="of one rank; headway states the global batch",
+        *adapted(
+            "training. local_batch_size batch_size",
+            "batch",
+            "whole",
+            "of one rank; headway states the global batch",
         ),
-        Key(
-            name="training.global_batch_size",
-            kind="whole",
-            fate="carried",
-            field="batch",
-            idle=(-1,),
-        ),
-        Key(name="training.steps", kind="whole", fate="carried", field="stop"),
-        Key(name="training.max_norm", kind="number", fate="carried", field="clip"),
+        *carried("training.global_batch_size", "batch", "whole", idle=(-1,)),
+        *carried("training.steps", "stop", "whole"),
+        *carried("training.max_norm", "clip", "number"),
         # Precision
-        Key(
-            name="training.mixed_precision_param",
-            kind="text",
-            fate="adapted",
-            field="precision",
-            note="autocast",
-        ),
-        Key(
-            name="training.mixed_precision_reduce",
-            kind="text",
-            fate="lost",
+        *adapted("training.mixed_precision_param", "precision", "text", "autocast"),
+        *lost(
+            "training.mixed_precision_reduce",
+            "gradients are summed in their own type, float32",
+            "text",
             idle=("float32",),
-            note="gradients are summed in their own type, float32",
         ),
-        Key(
-            name="training.dtype",
-            kind="text",
-            fate="lost",
+        *lost(
+            "training.dtype",
+            "parameters have the type that the model gives them",
+            "text",
             idle=("float32",),
-            note="parameters have the type that the model gives them",
         ),
-        Key(
-            name="training.enable_cpu_offload",
-            kind="flag",
-            fate="lost",
+        *lost(
+            "training.enable_cpu_offload",
+            "headway keeps all state in the memory of the device; use more ranks",
+            "flag",
             idle=(False,),
-            note="headway keeps all state in the memory of the device; use more ranks",
         ),
-        *_named(
-            "training.",
-            "gc_freq gc_debug",
-            note="Python collects garbage as it likes; it has no setting here",
+        *unneeded(
+            "training. gc_freq gc_debug",
+            "Python collects garbage as it likes; it has no setting here",
         ),
-        Key(name="training.compile", kind="flag", fate="lost", note=_COMPILE, idle=(False,)),
-        Key(
-            name="training.deterministic",
-            kind="flag",
-            note="sample order and random numbers depend on the seed alone; of a GPU's kernels "
+        *lost("training.compile", _COMPILE, "flag", idle=(False,)),
+        *unneeded(
+            "training.deterministic",
+            "sample order and random numbers depend on the seed alone; of a GPU's kernels "
             "torch.use_deterministic_algorithms decides",
+            "flag",
         ),
-        Key(name="training.seed", kind="whole", fate="carried", field="seed"),
-        Key(name="training.warmup_steps", kind="whole", fate="carried", field="scheduler.warmup"),
-        Key(
-            name="training.warmup_pct",
-            kind="number",
-            fate="adapted",
-            field="scheduler.warmup",
-            note="a part of all steps",
-        ),
-        Key(
-            name="training.data_parallel_type",
-            kind="text",
-            fate="lost",
-            idle=("fsdp",),
-            note="zero = 0 is ddp",
-        ),
-        *_named(
-            "training.",
-            "fp8_linear enable_float8_linear enable_fsdp_float8_all_gather "
+        *carried("training.seed", "seed", "whole"),
+        *carried("training.warmup_steps", "scheduler.warmup", "whole"),
+        *adapted("training.warmup_pct", "scheduler.warmup", "number", "a part of all steps"),
+        *lost("training.data_parallel_type", "zero = 0 is ddp", "text", idle=("fsdp",)),
+        *lost(
+            "training. fp8_linear enable_fp8_linear enable_float8_linear "
+            "enable_fsdp_float8_all_gather enable_fsdp_fp8_all_gather "
             "precompute_float8_dynamic_scale_for_fsdp float8_scaling_type_input "
             "float8_scaling_type_weight float8_scaling_type_grad_output",
-            fate="lost",
-            note=_FLOAT8,
+            _FLOAT8,
             idle=(False, ""),
         ),
         # Parallelism
-        *(
-            Key(
-                name=name,
-                kind="whole",
-                fate="adapted",
-                field="shards",
-                note="copies of the ranks that keep the state together",
-            )
-            for name in _DP_REPLICATE
+        *adapted(
+            _DP_REPLICATE, "shards", "whole", "copies of the ranks that keep the state together"
         ),
-        *(
-            Key(
-                name=name,
-                kind="whole",
-                fate="adapted",
-                field="zero",
-                note="zero = 3 over so many ranks; -1: over all that are left",
-            )
-            for name in _DP_SHARD
+        *adapted(
+            _DP_SHARD, "zero", "whole", "zero = 3 over so many ranks; -1: over all that are left"
         ),
-        Key(
-            name="training.data_parallel_degree",
-            kind="whole",
-            fate="adapted",
-            field="zero",
-            note="zero = 3 over so many ranks; -1: over all that are left",
-        ),
-        *(
-            Key(name=name, kind="whole", fate="carried", field="split.tensor", idle=(1,))
-            for name in _TP
-        ),
-        Key(
-            name="training.sequence_parallel_degree",
-            kind="whole",
-            fate="lost",
+        *carried(_TP, "split.tensor", "whole", idle=(1,)),
+        *lost(
+            "training.sequence_parallel_degree",
+            "the first releases' tensor parallelism; write split.tensor = [N]",
+            "whole",
             idle=(1,),
-            note="the first releases' tensor parallelism; write split.tensor = [N]",
         ),
-        *(Key(name=name, kind="whole", fate="carried", field="stages", idle=(1,)) for name in _PP),
-        *(Key(name=name, kind="whole", fate="lost", note=_CONTEXT, idle=(1,)) for name in _CP),
-        *_named(
-            "parallelism.",
-            "context_parallel_rotate_method context_parallel_load_balancer",
-            note="it is part of splitting sequences",
+        *carried(_PP, "stages", "whole", idle=(1,)),
+        *lost(_CP, _CONTEXT, "whole", idle=(1,)),
+        *unneeded(
+            "parallelism.context_parallel_rotate_method parallelism.context_parallel_load_balancer "
+            "experimental.context_parallel_rotate_method",
+            "it is part of splitting sequences",
         ),
-        Key(
-            name="parallelism.fsdp_reshard_after_forward",
-            kind="text",
-            fate="adapted",
-            field="zero",
-            note="always: zero = 3; never: zero = 2; default: 3, and 2 with stages",
+        *adapted(
+            _RESHARD,
+            "zero",
+            "text",
+            "always: zero = 3; never: zero = 2; default: 3, and 2 with stages",
         ),
-        *_named(
-            "",
-            "parallelism.disable_loss_parallel training.enable_loss_parallel",
-            note="logits are gathered before the loss",
+        *unneeded(
+            "parallelism.disable_loss_parallel training.disable_loss_parallel "
+            "training.enable_loss_parallel",
+            "logits are gathered before the loss",
         ),
-        *_named(
-            "",
+        *lost(
             "parallelism.enable_async_tensor_parallel experimental.enable_async_tensor_parallel "
             "parallelism.enable_compiled_autograd experimental.enable_compiled_autograd",
-            fate="lost",
-            note="split layers exchange between operators",
+            "split layers exchange between operators",
             idle=(False,),
         ),
-        *(
-            Key(name=name, kind="text", fate="carried", field="pipeline.schedule")
-            for name in _SCHEDULE
+        *carried(_SCHEDULE, "pipeline.schedule", "text"),
+        *lost(
+            "parallelism.pipeline_parallel_schedule_csv "
+            "experimental.pipeline_parallel_schedule_csv",
+            "`headway train RECIPE --schedule TABLE.csv` runs a table of torch's form",
+            "text",
         ),
-        *_named(
-            "",
-            "parallelism.pipeline_parallel_schedule_csv",
-            kind="text",
-            fate="lost",
-            note="`headway train RECIPE --schedule TABLE.csv` runs a table of torch's form",
+        *adapted(
+            _SPLIT_POINTS,
+            "pipeline.cut",
+            "list",
+            "names of the modules with which the second and later stages begin",
         ),
-        *(
-            Key(
-                name=name,
-                kind="list",
-                fate="adapted",
-                field="pipeline.cut",
-                note="names of the modules with which the second and later stages begin",
-            )
-            for name in _SPLIT_POINTS
+        *carried("parallelism.pipeline_parallel_microbatch_size", "microbatch", "whole"),
+        *carried(_MICROBATCHES, "pipeline.microbatches", "whole"),
+        *unneeded(
+            "experimental.pipeline_parallel_split_mode",
+            "the model is cut where pipeline.cut or its parameters say",
+            "text",
         ),
-        Key(
-            name="parallelism.pipeline_parallel_microbatch_size",
-            kind="whole",
-            fate="carried",
-            field="microbatch",
+        *lost(
+            "parallelism. pipeline_parallel_layers_per_stage "
+            "pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers "
+            "module_fqns_per_model_part",
+            "stages of equal numbers of parameters, or of equal time with pipeline.balance = "
+            '"time"; pipeline.cut names the modules',
         ),
-        Key(
-            name="experimental.pipeline_parallel_microbatches",
-            kind="whole",
-            fate="carried",
-            field="pipeline.microbatches",
-        ),
-        Key(
-            name="experimental.pipeline_parallel_split_mode",
-            kind="text",
-            note="the model is cut where pipeline.cut or its parameters say",
-        ),
-        *_named(
-            "parallelism.",
-            "pipeline_parallel_layers_per_stage pipeline_parallel_first_stage_less_layers "
-            "pipeline_parallel_last_stage_less_layers module_fqns_per_model_part",
-            fate="lost",
-            note="stages of equal numbers of parameters, or of equal time with "
-            'pipeline.balance = "time"; pipeline.cut names the modules',
-        ),
-        *_named(
-            "parallelism.",
-            "expert_parallel_degree expert_tensor_parallel_degree",
-            kind="whole",
-            fate="lost",
-            note=_EXPERT,
+        *lost(
+            "parallelism. expert_parallel_degree expert_tensor_parallel_degree",
+            _EXPERT,
+            "whole",
             idle=(1,),
         ),
-        *_named(
-            "parallelism.",
-            "expert_parallel_comm_backend pipeline_parallel_expert_parallel_overlap "
+        *unneeded(
+            "parallelism. expert_parallel_comm_backend pipeline_parallel_expert_parallel_overlap "
             "expert_parallel_a2a_impl",
-            note="it is part of expert parallelism",
+            "it is part of expert parallelism",
         ),
-        Key(name="experimental.torch_spmd", kind="flag", fate="lost", note=_MODEL, idle=(False,)),
-        *_named(
-            "experimental.",
-            "custom_import custom_args_module",
-            fate="lost",
-            note=_MODEL,
-            idle=("",),
+        *lost("experimental.torch_spmd", _MODEL, "flag", idle=(False,)),
+        *lost(
+            "experimental. custom_import custom_args_module custom_model_path", _MODEL, idle=("",)
         ),
         # Optimiser and schedule
-        Key(name="optimizer.name", kind="text", fate="carried", field="optimizer"),
-        *_named(
-            "optimizer.",
-            "lr beta1 beta2 eps weight_decay",
-            kind="number",
-            fate="carried",
-            field="optimizer",
+        *carried("optimizer.name", "optimizer", "text"),
+        *carried("optimizer. lr beta1 beta2 eps weight_decay", "optimizer", "number"),
+        *unneeded(
+            "optimizer. implementation fused", "it chooses an implementation of the same optimiser"
         ),
-        *_named(
-            "optimizer.",
-            "implementation fused",
-            note="it chooses an implementation of the same optimiser",
-        ),
-        Key(
-            name="optimizer.early_step_in_backward",
-            kind="flag",
-            fate="lost",
+        *lost(
+            "optimizer.early_step_in_backward",
+            "exchange.priority steps bucket by bucket, exactly, with zero = 0",
+            "flag",
             idle=(False,),
-            note="exchange.priority steps bucket by bucket, exactly, with zero = 0",
         ),
-        Key(
-            name="lr_scheduler.warmup_steps", kind="whole", fate="carried", field="scheduler.warmup"
-        ),
-        Key(name="lr_scheduler.total_steps", kind="whole", fate="carried", field="scheduler.steps"),
-        Key(
-            name="lr_scheduler.decay_ratio",
-            kind="number",
-            fate="carried",
-            field="scheduler.decay_ratio",
-        ),
-        Key(name="lr_scheduler.decay_type", kind="text", fate="carried", field="scheduler.shape"),
-        *_named(
-            "lr_scheduler.",
-            "min_lr_factor lr_min",
-            kind="number",
-            fate="carried",
-            field="scheduler.end",
-        ),
+        *carried("lr_scheduler.warmup_steps", "scheduler.warmup", "whole"),
+        *carried("lr_scheduler.total_steps", "scheduler.steps", "whole"),
+        *carried("lr_scheduler.decay_ratio", "scheduler.decay_ratio", "number"),
+        *carried("lr_scheduler.decay_type", "scheduler.shape", "text"),
+        *carried("lr_scheduler. min_lr_factor lr_min", "scheduler.end", "number"),
         # Checkpoints, validation, records
-        *(
-            Key(
-                name=name,
-                kind="flag",
-                fate="carried",
-                field="checkpoint_every",
-                note="headway always writes one at the end",
-            )
-            for name in _CHECKPOINT
+        *carried(_CHECKPOINT, "checkpoint_every", "flag", "headway always writes one at the end"),
+        *carried("checkpoint.interval", "checkpoint_every", "whole"),
+        *lost("checkpoint.interval_type", "steps only", "text", idle=("steps",)),
+        *carried("checkpoint.keep_latest_k", "checkpoint_keep", "whole"),
+        *unneeded("checkpoint. folder create_seed_checkpoint", _RUN),
+        *unneeded(
+            "checkpoint.async_mode", "checkpoints are always written while training goes on", "text"
         ),
-        Key(name="checkpoint.interval", kind="whole", fate="carried", field="checkpoint_every"),
-        Key(
-            name="checkpoint.interval_type",
-            kind="text",
-            fate="lost",
-            idle=("steps",),
-            note="steps only",
+        *unneeded(
+            "checkpoint. export_dtype last_save_model_only last_save_in_hf model_weights_only "
+            "initial_load_in_hf initial_load_in_hf_quantized initial_load_model_only "
+            "initial_load_model_weights_only last_save_model_weights_only "
+            "last_save_in_safetensors_format",
+            _HF,
         ),
-        Key(name="checkpoint.keep_latest_k", kind="whole", fate="carried", field="checkpoint_keep"),
-        *_named("checkpoint.", "folder create_seed_checkpoint", note=_RUN),
-        Key(
-            name="checkpoint.async_mode",
-            kind="text",
-            note="checkpoints are always written while training goes on",
+        *lost(
+            "checkpoint.initial_load_path",
+            "weights = FILE starts from a model, --resume continues a run; " + _HF,
         ),
-        *_named(
-            "checkpoint.",
-            "export_dtype last_save_model_only last_save_in_hf model_weights_only "
-            "initial_load_in_hf initial_load_in_hf_quantized initial_load_model_only",
-            note=_HF,
-        ),
-        Key(
-            name="checkpoint.initial_load_path",
-            fate="lost",
-            note="weights = FILE starts from a model, --resume continues a run; " + _HF,
-        ),
-        *_named(
-            "checkpoint.",
-            "load_step exclude_from_loading load_only",
-            fate="lost",
-            note="a run continues from its newest checkpoint; weights_only chooses tensors",
+        *lost(
+            "checkpoint. load_step exclude_from_loading load_only",
+            "a run continues from its newest checkpoint; weights_only chooses tensors",
             idle=(-1, False),
         ),
-        *_named(
-            "checkpoint.",
-            "enable_first_step_checkpoint enable_ft_dataloader_checkpoints",
-            note="a run that dies before its first checkpoint begins again",
+        *unneeded(
+            "checkpoint. enable_first_step_checkpoint enable_ft_dataloader_checkpoints",
+            "a run that dies before its first checkpoint begins again",
         ),
-        *_named(
-            "validation.",
-            "enable enabled",
-            kind="flag",
-            fate="adapted",
-            field="validate_every",
-            note="[validation] names its data: --validation",
+        *adapted(
+            "validation. enable enabled",
+            "validate_every",
+            "flag",
+            "[validation] names its data: --validation",
         ),
-        Key(name="validation.freq", kind="whole", fate="carried", field="validate_every"),
-        Key(
-            name="validation.steps",
-            kind="whole",
-            fate="adapted",
-            field="validation_samples",
-            note="in samples: steps x local_batch_size x copies",
+        *carried("validation.freq", "validate_every", "whole"),
+        *adapted(
+            "validation.steps",
+            "validation_samples",
+            "whole",
+            "in samples: steps x local_batch_size x copies",
             idle=(-1,),
         ),
-        Key(
-            name="validation.local_batch_size",
-            kind="whole",
-            note="validation uses the micro-batches of training",
+        *unneeded(
+            "validation.local_batch_size", "validation uses the micro-batches of training", "whole"
         ),
-        *_named(
-            "validation.",
-            "dataset dataset_path seq_len dataloader.*",
-            fate="lost",
-            note="name the function that makes it: [validation] call = MODULE:NAME",
+        *lost(
+            "validation. dataset dataset_path seq_len dataloader.*",
+            "name the function that makes it: [validation] call = MODULE:NAME",
         ),
-        Key(
-            name="metrics.enable_tensorboard",
-            kind="flag",
-            fate="carried",
-            field="loggers",
-            idle=(False,),
+        *carried("metrics.enable_tensorboard", "loggers", "flag", idle=(False,)),
+        *carried("metrics.enable_wandb", "loggers", "flag", idle=(False,)),
+        *unneeded(
+            "metrics. log_freq disable_color_printing enable_color_printing save_tb_folder "
+            "rank_0_only disable_logging_from_checkpoint save_for_all_ranks",
+            "every step is recorded, by rank 0",
         ),
-        Key(
-            name="metrics.enable_wandb", kind="flag", fate="carried", field="loggers", idle=(False,)
+        *unneeded("profiling.*", "--trace-steps N: a timeline every N steps"),
+        *unneeded(
+            "memory_estimation.* estimate.*", "`headway plan RECIPE --cluster C` shows the memory"
         ),
-        *_named(
-            "metrics.",
-            "log_freq disable_color_printing enable_color_printing save_tb_folder rank_0_only "
-            "save_for_all_ranks",
-            note="every step is recorded, by rank 0",
-        ),
-        Key(name="profiling.*", note="--trace-steps N: a timeline every N steps"),
-        Key(name="memory_estimation.*", note="`headway plan RECIPE --cluster C` shows the memory"),
-        Key(
-            name="activation_checkpoint.mode",
-            kind="text",
-            fate="adapted",
-            field="pipeline.recompute",
-            note=_SAC,
-            idle=("none",),
-        ),
-        Key(name="activation_checkpoint.*", note="it is part of activation checkpointing"),
-        Key(name="compile.enable", kind="flag", fate="lost", note=_COMPILE, idle=(False,)),
-        Key(name="compile.*", note="it is part of compiling"),
-        *_named("", "float8.* mx.* quantize.*", fate="lost", note=_FLOAT8),
+        *adapted("activation_checkpoint.mode", "pipeline.recompute", "text", _SAC, idle=("none",)),
+        *unneeded("activation_checkpoint.*", "it is part of activation checkpointing"),
+        *lost("compile.enable", _COMPILE, "flag", idle=(False,)),
+        *unneeded("compile.*", "it is part of compiling"),
+        *lost("float8.enable_float8_linear", _FLOAT8, "flag", idle=(False,)),
+        *unneeded("float8.* mx.* quantize.*", "it is part of float8, which headway has not"),
         # Communication and faults
-        *_named(
-            "comm.",
-            "init_timeout_seconds train_timeout_seconds",
-            kind="whole",
-            fate="adapted",
-            field="timeout",
-            note="headway train --timeout: one for all waits, the longer of the two",
+        *adapted(
+            "comm. init_timeout_seconds train_timeout_seconds",
+            "timeout",
+            "whole",
+            "headway train --timeout: one for all waits, the longer of the two",
         ),
-        *_named(
-            "comm.",
-            "trace_buf_size save_traces_folder save_traces_file_prefix",
-            note="a wait that ends names the rank that is missing",
+        *unneeded(
+            "comm. trace_buf_size save_traces_folder save_traces_file_prefix",
+            "a wait that ends names the rank that is missing",
         ),
-        Key(
-            name="comm.mode",
-            kind="text",
-            fate="lost",
-            idle=("default",),
-            note="`headway simulate plan.json` needs no devices",
+        *lost(
+            "comm.mode", "`headway simulate plan.json` needs no devices", "text", idle=("default",)
         ),
-        Key(
-            name="fault_tolerance.*",
-            fate="lost",
-            note="workers that agree in rounds survive one another's death: see synchrony; dead "
-            "workers are started again (--restarts)",
+        *lost(
+            "fault_tolerance.*",
+            "workers that agree in rounds survive one another's death: see synchrony; dead workers "
+            "are started again (--restarts)",
         ),
-        Key(name="debug.seed", kind="whole", fate="carried", field="seed"),
-        *_named(
-            "debug.",
-            "deterministic deterministic_warn_only",
-            note="sample order and random numbers depend on the seed alone; of a GPU's "
-            "kernels torch.use_deterministic_algorithms decides",
+        *carried("debug.seed", "seed", "whole"),
+        *unneeded(
+            "debug. deterministic deterministic_warn_only",
+            "sample order and random numbers depend on the seed alone; of a GPU's kernels "
+            "torch.use_deterministic_algorithms decides",
         ),
-        Key(
-            name="debug.moe_force_load_balance",
-            kind="flag",
-            fate="lost",
-            note=_MODEL,
+        *lost(
+            "debug.moe_force_load_balance training.debug_moe_force_load_balance",
+            _MODEL,
+            "flag",
             idle=(False,),
         ),
     ),
@@ -536,28 +372,22 @@ def _parallel(t: Translation, processes: int | None) -> int | None:
     """Translate the degrees; returns the number of shares of the batch."""
     tensor, pipe = t.whole(*_TP) or 1, t.whole(*_PP) or 1
     context, copies = t.whole(*_CP) or 1, t.whole(*_DP_REPLICATE) or 1
-    shard_names = (*_DP_SHARD, *_DP)
-    shards = t.value(*shard_names)
+    key, shards = t.named(*_DP_SHARD), t.value(*_DP_SHARD)
     shards = -1 if shards is None else int(shards)
     if shards == 0 or shards < -1:
-        t.problem(t.named(*shard_names), f"{shards} is neither -1 nor at least 1")
+        t.problem(key, f"{shards} is neither -1 nor at least 1")
         return None
     rest = copies * tensor * pipe * context
     if shards == -1 and processes is not None:
         if processes % rest:
-            t.problem(
-                t.named(*shard_names),
-                f"{processes} processes are no multiple of the other degrees, {rest}",
-            )
+            t.problem(key, f"{processes} processes are no multiple of the other degrees, {rest}")
             return None
         shards = processes // rest
     if shards == -1:
-        t.tell(t.named(*shard_names), "lost", "over all that are left: say --processes")
+        t.tell(key, "lost", "over all that are left: say --processes")
     elif processes is not None and processes != rest * shards:
-        t.problem(
-            t.named(*shard_names),
-            f"the degrees are {rest * shards} processes, and --processes says {processes}",
-        )
+        said = f"the degrees are {rest * shards} processes, and --processes says {processes}"
+        t.problem(key, said)
         return None
     else:
         t.fields["processes"] = rest * shards
@@ -570,12 +400,11 @@ def _parallel(t: Translation, processes: int | None) -> int | None:
 
 
 def _sharding(t: Translation, shards: int, copies: int, pipe: int, context: int) -> None:
-    names = (*_DP_SHARD, *_DP)
-    key = "parallelism.fsdp_reshard_after_forward"
+    key, shard_key = t.named(*_RESHARD), t.named(*_DP_SHARD)
     policy = t.word(key, ("default", "always", "never"))
     over = shards * context if shards > 0 else -1
     if over == 1:
-        t.tell(t.named(*names), "carried", "", "zero = 0: not sharded")
+        t.tell(shard_key, "carried", "", "zero = 0: not sharded")
         t.tell(t.named(*_DP_REPLICATE), "carried", "", f"{copies} copies")
         return
     zero = 2 if policy == "never" or (policy in (None, "default") and pipe > 1) else 3
@@ -588,8 +417,8 @@ def _sharding(t: Translation, shards: int, copies: int, pipe: int, context: int)
     elif copies == 1:
         t.tell(t.named(*_DP_REPLICATE), "off", "")
     if over > 0:
-        t.tell(t.named(*names), "carried", "", became)
-    t.default(t.named(*names), -1, became)
+        t.tell(shard_key, "carried", "", became)
+    t.default(shard_key, -1, became)
     t.tell(key, "carried", "", f"zero = {zero}")
 
 
@@ -600,7 +429,7 @@ def _batch(t: Translation, copies: int | None, given: int | None) -> None:
     local = t.whole(*_LOCAL)
     if local is None:
         local = 8
-        t.default("training.local_batch_size", 8, "batch")
+        t.default("training.local_batch_size", 8, "batch and microbatch")
     whole = t.value("training.global_batch_size")
     whole = None if whole is None or whole == -1 else t.whole("training.global_batch_size")
     if given is not None and whole is not None and given != whole:
@@ -612,6 +441,10 @@ def _batch(t: Translation, copies: int | None, given: int | None) -> None:
     except ValueError as error:
         t.problem(t.named(*_LOCAL), str(error))
         return
+    context = t.whole(*_CP) or 1
+    if found.batch is not None and copies and found.batch < copies * context:
+        said = f"{copies * context} ranks would take shares of {found.batch} samples: say --batch"
+        t.problem(t.named(*_CP), f"{_CONTEXT}: {said}")
     if found.batch is None:
         t.tell(t.named(*_LOCAL), "lost", f"{found}: say how many with --processes")
     else:
@@ -624,13 +457,12 @@ def _batch(t: Translation, copies: int | None, given: int | None) -> None:
 
 
 def _pipeline(t: Translation, found: BatchEquation) -> None:
-    count = t.whole("experimental.pipeline_parallel_microbatches")
+    count = t.whole(*_MICROBATCHES)
     size = t.whole("parallelism.pipeline_parallel_microbatch_size")
     if count is not None:
         passes = count * (found.accumulation or 1)
         note = f"{count} x {found.accumulation}" if (found.accumulation or 1) > 1 else ""
-        name = "experimental.pipeline_parallel_microbatches"
-        t.carry(name, "pipeline.microbatches", passes, note)
+        t.carry(t.named(*_MICROBATCHES), "pipeline.microbatches", passes, note)
     else:
         if size is None:
             size = 1
@@ -641,6 +473,9 @@ def _pipeline(t: Translation, found: BatchEquation) -> None:
     if points and all(isinstance(point, str) for point in points):
         note = "the same names, of your model's modules"
         t.carry(t.named(*_SPLIT_POINTS), "pipeline.cut", tuple(points), note)
+        each, rest = divmod(len(points) + 1, t.fields["stages"])
+        if each > 1 and not rest:
+            t.fields["pipeline.virtual"] = each
     elif points:
         t.problem(t.named(*_SPLIT_POINTS), f"{points} are not names of modules")
 
@@ -656,7 +491,6 @@ _SCHEDULES = {
     "DualPipeV": "dualpipe-v",
 }
 """torch's names, as their classes without "Schedule"."""
-_OLD_SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved_1f1b": "Interleaved1F1B"}
 
 
 def _schedule(t: Translation) -> None:
@@ -665,17 +499,12 @@ def _schedule(t: Translation) -> None:
     if said is None:
         t.default(_SCHEDULE[0], "1F1B", 'pipeline.schedule = "1f1b"')
         return
-    said = _OLD_SCHEDULES.get(said, str(said).removeprefix("Schedule"))
-    if said.lstrip("_") in (
-        "PipelineScheduleSingle",
-        "PipelineScheduleMulti",
-        "PipelineScheduleRuntime",
-    ):
+    # The first releases write interleaved_1f1b for Interleaved1F1B.
+    plain = said.removeprefix("Schedule").replace("_", "").lower()
+    if plain.startswith("pipelineschedule"):
         t.tell(name, "lost", "`headway train RECIPE --schedule TABLE.csv` runs a table")
         return
-    found = next(
-        (ours for theirs, ours in _SCHEDULES.items() if theirs.lower() == said.lower()), ""
-    )
+    found = next((ours for theirs, ours in _SCHEDULES.items() if theirs.lower() == plain), "")
     if not found:
         t.word(name, tuple(_SCHEDULES))
         return
@@ -697,19 +526,14 @@ def _run(t: Translation) -> None:
         t.default("training.max_norm", clip, "clip = 1.0")
     if clip > 0:
         t.carry("training.max_norm", "clip", clip)
-    kind = t.word("training.mixed_precision_param", ("bfloat16", "float32"))
-    if kind is None:
-        kind = "bfloat16"
-        t.default("training.mixed_precision_param", kind, 'precision = "bfloat16"', "autocast")
-    t.carry(
-        "training.mixed_precision_param",
-        "precision",
-        kind,
-        "" if kind == "float32" else "autocast; parameters stay float32",
-    )
+    else:
+        t.tell("training.max_norm", "lost", "it makes all gradients 0; the recipe does not clip")
+    _precision(t)
     seed = t.whole(*_SEED, least=0)
     if seed is not None:
         t.carry(t.named(*_SEED), "seed", seed)
+    elif not any(t.has(name) for name in _SEED):
+        t.default(_SEED[0], None, "seed = 0", "torchtitan draws another one in each run")
     length = t.whole("training.seq_len")
     if length is None:
         length = 2048
@@ -727,6 +551,23 @@ def _run(t: Translation) -> None:
             t.tell("activation_checkpoint.mode", "lost", _SAC)
     elif mode is None:
         t.default("activation_checkpoint.mode", "selective", "", _SAC)
+
+
+def _precision(t: Translation) -> None:
+    name = "training.mixed_precision_param"
+    kind = t.word(name, ("bfloat16", "float32"))
+    split = t.fields.get("stages") or t.fields.get("split.tensor")
+    if kind != "float32" and split and not t.fields.get("zero"):
+        t.fields["precision"] = "float32"
+        note = "with stages or split layers torchtitan needs sharding for it, and computes in"
+        t.tell(name, "adapted", f"{note} float32", 'precision = "float32"')
+        t.default(name, "bfloat16", 'precision = "float32"', f"{note} float32")
+        return
+    if kind is None:
+        kind = "bfloat16"
+        t.default(name, kind, 'precision = "bfloat16"', "autocast")
+    note = "" if kind == "float32" else "autocast; parameters stay float32"
+    t.carry(name, "precision", kind, note)
 
 
 def _waits(t: Translation) -> None:
@@ -750,12 +591,12 @@ def _optimizer(t: Translation) -> None:
     kind = t.word("optimizer.name", ("AdamW", "Adam"))
     if kind is None and t.value("optimizer.name") is None:
         kind = "AdamW"
-        t.default("optimizer.name", kind, f'optimizer.call = "{ADAMW}"')
+        t.default("optimizer.name", kind, 'optimizer.call = "torch.optim:AdamW"')
     numbers = {}
     for name, default in _ADAM.items():
         said = t.positive(f"optimizer.{name}")
         if said is None:
-            t.default(f"optimizer.{name}", default, f"optimizer.{_argument(name)}")
+            t.default(f"optimizer.{name}", default, f"optimizer.{_argument(name)} = {default}")
         elif name.startswith("beta") and said >= 1:
             t.problem(f"optimizer.{name}", f"{said} is not a number from 0 to below 1")
         numbers[name] = default if said is None else said
@@ -766,9 +607,9 @@ def _optimizer(t: Translation) -> None:
         "eps": numbers["eps"],
         "weight_decay": numbers["weight_decay"],
     }
-    call = ADAM if kind == "Adam" else ADAMW
+    call = f"torch.optim:{kind}"
     form = f'optimizer.call = "{call}"'
-    t.carry("optimizer.name", "optimizer", call_of(call, arguments), form=form)
+    t.carry("optimizer.name", "optimizer", ImportedCall.of(call, arguments), form=form)
 
 
 def _argument(name: str) -> str:
@@ -786,7 +627,8 @@ def _scheduler(t: Translation) -> None:
         )
     if warmup is None:
         warmup = 200
-        t.default("lr_scheduler.warmup_steps", warmup, "scheduler.warmup")
+        became = f"scheduler.warmup = {min(warmup, steps)}"
+        t.default("lr_scheduler.warmup_steps", warmup, became)
     ratio = t.positive("lr_scheduler.decay_ratio")
     if ratio is not None and ratio > 1:
         t.problem("lr_scheduler.decay_ratio", f"{ratio} is not a number from 0 to 1")
@@ -799,7 +641,7 @@ def _scheduler(t: Translation) -> None:
     if end:
         arguments["end"] = end
     target = "headway.optim:torchtitan_rates"
-    t.fields["scheduler"] = call_of(target, arguments)
+    t.fields["scheduler"] = ImportedCall.of(target, arguments)
     for name, became in (
         (t.named(*_WARMUP), f"scheduler.warmup = {arguments['warmup']}"),
         ("lr_scheduler.total_steps", f"scheduler.steps = {steps}"),
@@ -809,7 +651,7 @@ def _scheduler(t: Translation) -> None:
     ):
         t.tell(name, "carried", "", became)
     if shape is None:
-        t.default("lr_scheduler.decay_type", "linear", "scheduler.shape")
+        t.default("lr_scheduler.decay_type", "linear", 'scheduler.shape = "linear"')
 
 
 # ---- records ----------------------------------------------------------------------------------
@@ -818,16 +660,19 @@ def _scheduler(t: Translation) -> None:
 def _records(t: Translation, copies: int | None) -> None:
     if t.enabled("checkpoint"):
         every = t.whole("checkpoint.interval") or 500
+        t.default("checkpoint.interval", every, f"checkpoint_every = {every}")
         t.carry("checkpoint.interval", "checkpoint_every", every)
         t.tell(t.named(*_CHECKPOINT), "carried", "", f"checkpoint_every = {every}")
         keep = t.whole("checkpoint.keep_latest_k", least=0)
         if keep == 0:
             note = "all are kept there; checkpoint_keep says how many stay here"
             t.tell("checkpoint.keep_latest_k", "lost", note)
-        elif keep is not None:
-            t.carry("checkpoint.keep_latest_k", "checkpoint_keep", keep)
+        else:
+            t.default("checkpoint.keep_latest_k", 10, "checkpoint_keep = 10")
+            t.carry("checkpoint.keep_latest_k", "checkpoint_keep", keep or 10)
     if t.enabled("validation"):
         every = t.whole("validation.freq") or 10
+        t.default("validation.freq", every, f"validate_every = {every}")
         t.carry("validation.freq", "validate_every", every)
         became = f"validate_every = {every}"
         name = t.named("validation.enable", "validation.enabled")
@@ -840,10 +685,4 @@ def _records(t: Translation, copies: int | None) -> None:
                 t.carry("validation.steps", "validation_samples", steps * size, note)
             else:
                 t.tell("validation.steps", "lost", "in samples: say --processes")
-    loggers = tuple(
-        name for name in ("tensorboard", "wandb") if t.value(f"metrics.enable_{name}") is True
-    )
-    if loggers:
-        t.fields["loggers"] = loggers
-    for name in loggers:
-        t.tell(f"metrics.enable_{name}", "carried", "", f'loggers = ["{name}"]')
+    t.loggers({name: f"metrics.enable_{name}" for name in ("tensorboard", "wandb")})

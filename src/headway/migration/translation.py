@@ -105,7 +105,12 @@ class Translation:
 
     def _check(self, path: KeyPath, value: Any) -> None:
         key, name = self.table.find(path), ".".join(path)
-        if key is None or self._is_empty(value) or self.is_auto(name):
+        if self._is_empty(value) or self.is_auto(name):
+            return
+        if key is None:
+            if inner := self.table.known_at(path):
+                example = "enabled" if "enabled" in inner else inner[0]
+                self.problem(name, f"{_short(value)} is not a table, as with {name}.{example}")
             return
         try:
             self._values[name] = normal(key.kind, value)
@@ -214,6 +219,14 @@ class Translation:
         """A key decides no field, and this is why."""
         self._tell(name, fate, became, note)
 
+    def loggers(self, keys: Mapping[str, str]) -> None:
+        """Loggers by name, each with the key that turns it on."""
+        on = {logger: key for logger, key in keys.items() if self.value(key) is True}
+        if on:
+            self.fields["loggers"] = tuple(on)
+        for logger, key in on.items():
+            self.tell(key, "carried", "", f'loggers = ["{logger}"]')
+
     def _tell(self, name: str, fate: Fate, became: str, note: str) -> None:
         path = tuple(name.split("."))
         if path in self._leaves:
@@ -286,13 +299,15 @@ class Translation:
     def _fate_of_table(self, path: KeyPath) -> KeyOutcome:
         key, value, name = self.table.find(path), self._leaves[path], ".".join(path)
         if key is None:
+            if self._is_empty(value) and self.table.known_at(path):
+                return self._outcome(path, "off", "", "")
             note = f"no version of {self.table.title} that headway knows has it"
             return self._outcome(path, "unknown", "", note + self.table.meant(path))
         if self._is_empty(value):
             return self._outcome(path, "off", "", "")
         if off := self._switched_off(path):
             return self._outcome(path, "off", "", off)
-        if self.is_auto(name):
+        if self.is_auto(name) and key.fate != "unneeded":
             instead = f"; {key.field} is the field" if key.field else ""
             return self._outcome(path, "lost", "", self.table.auto_note + instead)
         if self._values.get(name, value) in key.idle:

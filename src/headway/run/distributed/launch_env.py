@@ -12,7 +12,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import secrets
+import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -370,3 +373,13 @@ def derive_port(job: str) -> int:
     """A port that all ranks of one job compute alike, and that another job is unlikely to get."""
     digest = hashlib.sha256(job.encode()).digest()
     return PORT_RANGE[int.from_bytes(digest[:8], "big") % len(PORT_RANGE)]
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody has, and that the system gives to no connection until
+    rank 0, some seconds later, listens there: it hands out those above the range."""
+    while True:
+        port = secrets.choice(PORT_RANGE)
+        with socket.socket() as found, suppress(OSError):
+            found.bind((LOOPBACK, port))
+            return port

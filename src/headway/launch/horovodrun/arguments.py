@@ -1,11 +1,14 @@
 """The arguments of horovodrun, and what each is here: used, not needed, or refused.
 
 Read from Horovod 0.28, `horovod/runner/launch.py`. headway has no scheduler of its own: it starts
-processes on this machine, and for several machines says what to run on each.
+processes on this machine, and for several machines says what to run on each. What horovodrun tells
+its processes by variables of the environment, `headway.horovod` reads there, too
+(`headway.horovod.engine.settings`).
 """
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,19 +29,27 @@ class HorovodrunOption(NamedTuple):
     Attributes:
         values: How many words follow it.
         says: Why it is not needed or refused, and what to do instead.
+        variable: The variable of the environment that it sets.
+        sets: What it is set to; "": the value that follows, a number or a file.
     """
 
     names: tuple[str, ...]
     values: int
     use: Use
     says: str = ""
+    variable: str = ""
+    sets: str = ""
 
 
-_TUNED = "buckets are fused by headway (`exchange.bucket` of a recipe), from measured links"
 _FOUND = "headway measures links and chooses: `headway train RECIPE --plan auto`"
+_ALGORITHM = (
+    'torch or the backend "headway" chooses; a recipe says exchange.collective = "hierarchical"'
+)
 _MACHINES = "several machines start through torchrun, srun or mpirun"
-_WAITS = "every wait has a time limit that names who is missing"
-_TIMELINE = "`headway train RECIPE` writes a timeline, `headway report RUN` draws it"
+_FIXED = (
+    "the number of processes does not change while a program runs; dead ones are started again: "
+    "--reset-limit N"
+)
 _GLOO = "Gloo or NCCL carries what is sent; torch chooses by the device"
 
 
@@ -46,10 +57,27 @@ def _options(use: Use, values: int, says: str, *names: str) -> tuple[HorovodrunO
     return tuple(HorovodrunOption(tuple(name.split()), values, use, says) for name in names)
 
 
+def _variable(name: str, variable: str, sets: str = "") -> HorovodrunOption:
+    return HorovodrunOption((name,), 0 if sets else 1, "used", variable=variable, sets=sets)
+
+
+_FUSION, _TIMELINE = "HOROVOD_FUSION_THRESHOLD", "HOROVOD_TIMELINE"
 OPTIONS: tuple[HorovodrunOption, ...] = (
     *_options("used", 1, "", "-np --num-proc -n", "-H --hosts", "--hostfile -hostfile"),
     *_options("used", 1, "", "--output-filename", "--reset-limit", "--slots-per-host"),
-    *_options("used", 0, "", "--gloo", "--verbose"),
+    *_options("used", 0, "", "--gloo"),
+    _variable("--start-timeout", "HOROVOD_START_TIMEOUT"),
+    _variable("--gloo-timeout-seconds", "HOROVOD_GLOO_TIMEOUT_SECONDS"),
+    _variable("--stall-check-warning-time-seconds", "HOROVOD_STALL_CHECK_TIME_SECONDS"),
+    _variable("--stall-check-shutdown-time-seconds", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"),
+    _variable("--stall-check", "HOROVOD_STALL_CHECK_DISABLE", "0"),
+    _variable("--no-stall-check", "HOROVOD_STALL_CHECK_DISABLE", "1"),
+    _variable("--fusion-threshold-mb", _FUSION),
+    _variable("--cycle-time-ms", "HOROVOD_CYCLE_TIME"),
+    _variable("--timeline-filename", _TIMELINE),
+    _variable("--timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES", "1"),
+    _variable("--no-timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES", "0"),
+    *_options("unneeded", 0, "all that is known is told without it", "--verbose"),
     *_options("unneeded", 0, _GLOO, "--mpi", "--jsrun", "--tcp"),
     *_options("unneeded", 1, _GLOO, "--mpi-args", "--binding-args", "--num-nccl-streams"),
     *_options("unneeded", 0, _GLOO, "--mpi-threads-disable", "--no-mpi-threads-disable"),
@@ -61,17 +89,12 @@ OPTIONS: tuple[HorovodrunOption, ...] = (
     ),
     *_options("unneeded", 1, _MACHINES, "-p --ssh-port", "-i --ssh-identity-file"),
     *_options("unneeded", 0, "nothing is looked up on other machines", "--disable-cache"),
-    *_options("unneeded", 1, _WAITS, "--start-timeout", "--elastic-timeout"),
-    *_options("unneeded", 1, _WAITS, "--gloo-timeout-seconds"),
-    *_options("unneeded", 1, _WAITS, "--stall-check-warning-time-seconds"),
-    *_options("unneeded", 1, _WAITS, "--stall-check-shutdown-time-seconds"),
-    *_options("unneeded", 0, _WAITS, "--stall-check", "--no-stall-check"),
-    *_options("unneeded", 1, _TUNED, "--fusion-threshold-mb", "--cycle-time-ms"),
-    *_options("unneeded", 1, _TUNED, "--cache-capacity"),
+    *_options("unneeded", 1, "no wait is for further machines", "--elastic-timeout"),
+    *_options("unneeded", 1, "it tunes how Horovod's ranks agree", "--cache-capacity"),
     *_options(
         "unneeded",
         0,
-        'a recipe says exchange.collective = "hierarchical"',
+        _ALGORITHM,
         "--hierarchical-allreduce",
         "--no-hierarchical-allreduce",
         "--hierarchical-allgather",
@@ -102,25 +125,12 @@ OPTIONS: tuple[HorovodrunOption, ...] = (
         "--no-log-hide-timestamp",
         "--prefix-output-with-timestamp -prefix-timestamp",
     ),
-    *_options("refused", 1, _TIMELINE, "--timeline-filename"),
-    *_options("refused", 0, _TIMELINE, "--timeline-mark-cycles", "--no-timeline-mark-cycles"),
-    *_options(
-        "refused",
-        1,
-        "the number of processes does not change while a program runs; name the hosts with -H",
-        "--host-discovery-script",
-    ),
-    *_options(
-        "refused",
-        1,
-        "the number of processes does not change while a program runs; dead ones are started "
-        "again: --reset-limit N",
-        "--min-np --min-num-proc",
-        "--max-np --max-num-proc",
-    ),
+    *_options("refused", 1, "name the hosts with -H", "--host-discovery-script"),
+    *_options("refused", 1, _FIXED, "--min-np --min-num-proc", "--max-np --max-num-proc"),
     *_options("refused", 2, "no machine is left out", "--blacklist-cooldown-range"),
     *_options("refused", 1, "write its options on the command line", "--config-file"),
     *_options("refused", 0, "nothing is built: torch's own backends are used", "--check-build -cb"),
+    *_options("refused", 0, "write `headway --version`", "--version -v"),
 )
 _BY_NAME: Mapping[str, HorovodrunOption] = {
     name: option for option in OPTIONS for name in option.names
@@ -134,6 +144,7 @@ class HorovodrunRequest:
     Attributes:
         hosts: Names and slots, in order; empty: this machine.
         restarts: How often dead processes are started again.
+        variables: Of the processes' environment, by name.
         notes: A line for each option that is not needed.
     """
 
@@ -142,6 +153,7 @@ class HorovodrunRequest:
     hosts: tuple[tuple[str, int], ...] = ()
     output: Path | None = None
     restarts: int = 0
+    variables: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = field(default=())
 
 
@@ -173,6 +185,7 @@ def parse_horovodrun(words: Sequence[str]) -> HorovodrunRequest:
         hosts=_shared(hosts, processes),
         output=Path(first["--output-filename"][1][0]) if "--output-filename" in first else None,
         restarts=_number(first, "--reset-limit", least=0) or 0,
+        variables=_variables(given),
         notes=tuple(
             f"{name} is not needed: {_BY_NAME[name].says}"
             for name in given
@@ -212,6 +225,29 @@ def _number(given: Mapping[str, tuple[str, list[str]]], name: str, *, least: int
     return int(text)
 
 
+def _variables(given: Mapping[str, list[str]]) -> dict[str, str]:
+    """What `headway.horovod` reads; the last of two options that contradict each other holds."""
+    found = {}
+    for written, values in given.items():
+        option = _BY_NAME[written]
+        if not option.variable:
+            continue
+        text = option.sets or values[0]
+        if option.variable != _TIMELINE and not _is_amount(text):
+            raise UsageError(f"{written} {text} is not a number of at least 0")
+        if option.variable == _FUSION:
+            text = str(int(float(text) * 2**20))
+        found[option.variable] = text
+    return found
+
+
+def _is_amount(text: str) -> bool:
+    try:
+        return len(text) < 20 and 0 <= float(text) < 1e12
+    except ValueError:
+        return False
+
+
 def _hosts(given: Mapping[str, tuple[str, list[str]]]) -> list[tuple[str, int]]:
     """Hosts with slots, of -H "a:2,b:2" or a file with lines "a slots=2" or "a:2"."""
     if "-H" in given and "--hostfile" in given:
@@ -227,7 +263,7 @@ def _hosts(given: Mapping[str, tuple[str, list[str]]]) -> list[tuple[str, int]]:
 
 
 def _host(line: str, default: int) -> tuple[str, int]:
-    name, _, slots = line.replace(" slots=", ":").partition(":")
+    name, _, slots = re.sub(r"\s+slots\s*=", ":", line).partition(":")
     slots = slots.strip() or str(default)
     if not name or name.startswith("-") or not (slots.isascii() and slots.isdigit()):
         raise UsageError(f"{line!r} names no host", fix="Write HOST:SLOTS, as in host1:2,host2:2.")
@@ -277,10 +313,11 @@ def _program(command: Sequence[str]) -> tuple[str, ...]:
 def commands_by_host(request: HorovodrunRequest) -> tuple[tuple[str, str], ...]:
     """What to run on each of several hosts: torchrun, with the first host as the meeting point."""
     first = request.hosts[0][0]
+    settings = "".join(f"{name}={shlex.quote(v)} " for name, v in request.variables.items())
     return tuple(
         (
             name,
-            f"torchrun --nnodes={len(request.hosts)} --node-rank={number} "
+            f"{settings}torchrun --nnodes={len(request.hosts)} --node-rank={number} "
             f"--nproc-per-node={processes} --master-addr={first} --master-port={DEFAULT_PORT} "
             f"{shlex.join(request.command)}",
         )

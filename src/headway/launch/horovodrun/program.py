@@ -5,24 +5,29 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from headway.errors import WorkerFailed
 from headway.run.distributed.launch_env import LaunchEnv
 
 
-def run_program(place: LaunchEnv, command: Sequence[str], output: Path | None) -> None:
+def run_program(
+    place: LaunchEnv, command: Sequence[str], variables: Mapping[str, str], output: Path | None
+) -> None:
     """Run a script, or "-m" and a module, as __main__; rank and world are in the environment.
 
     Args:
-        output: A folder in which this rank's output goes to rank.N/stdout and rank.N/stderr.
+        variables: Of the environment, beside those that the launcher sets.
+        output: A folder in which this rank's output goes to rank.N/stdout and rank.N/stderr, with
+            zeros in front of N so that all have the same length.
 
     Raises:
         WorkerFailed: The program ended with another status than 0.
     """
     if output is not None:
-        _redirect(output / f"rank.{place.rank}")
+        _redirect(output / f"rank.{place.rank:0{len(str(place.ranks - 1))}}")
+    os.environ.update(variables)
     module = command[0] == "-m"
     name, *arguments = command[1:] if module else command
     sys.argv = [name, *arguments]
