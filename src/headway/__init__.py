@@ -15,6 +15,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headway.api.comparison import ComparisonResult as ComparisonResult
+    from headway.api.comparison import compare as compare
+    from headway.api.migration import ImportedConfiguration as ImportedConfiguration
+    from headway.api.migration import import_configuration as import_configuration
     from headway.api.planning import PlanningResult as PlanningResult
     from headway.api.planning import plan as plan
     from headway.api.simulation import SimulationResult as SimulationResult
@@ -74,6 +78,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAMES = {
+    "headway.api.comparison": "ComparisonResult compare",
+    "headway.api.migration": "ImportedConfiguration import_configuration",
     "headway.api.planning": "PlanningResult plan",
     "headway.api.simulation": "SimulationResult SimulationScenario simulate",
     "headway.api.study": "StudyResult study",

@@ -40,14 +40,16 @@ def test_the_lazy_homes_and_the_type_checkers_imports_agree_with_all():
 
 
 PUBLIC = """
-    Channel CheckpointDamaged CheckpointError CheckpointMismatch Cluster DataError Diverged
-    DocumentError EquivalenceResult Exchange ExchangePlan Executor HeadwayError LayerSplit
+    Channel CheckpointDamaged CheckpointError CheckpointMismatch Cluster ComparisonResult DataError
+    Diverged
+    DocumentError EquivalenceResult Exchange ExchangePlan Executor HeadwayError
+    ImportedConfiguration LayerSplit
     MemmapSource MissingExtra NotEqual NothingFits PeerLost PipelinePlan Plan PlanError
     PlanningResult Prediction Recipe RecipeError RunDirectoryTaken RunError SimulationResult
     SimulationScenario Source Stalled StudyResult Timeline TrainingObserver TrainingResult
     UsageError
-    VerificationResult WorkerFailed WorkerFigures WorkerScenario criterion data_parallel plan
-    register_backend
+    VerificationResult WorkerFailed WorkerFigures WorkerScenario compare criterion
+    data_parallel import_configuration plan register_backend
     register_comm_hook replicate set_default_strategy simulate split stage study train verify
 """
 

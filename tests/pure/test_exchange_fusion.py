@@ -138,6 +138,9 @@ def test_fixed_sizes_are_never_exceeded_but_by_a_single_gradient():
     assert all(len(b) == 1 or sum(sizes[i] for i in b) <= 20 for b in buckets)
     assert len(fill_buckets([1] * 10, range(10), 4, first=2)[0]) == 2
     assert fill_buckets([], [], 4) == ()
+    # What would be nearly empty takes in the large gradient behind it, if both fit a bucket.
+    assert fill_buckets([1, 8, 1, 9], range(4), 20, first=8) == ((0, 1), (2, 3))
+    assert fill_buckets([1, 20, 1, 9], range(4), 20, first=8) == ((0,), (1,), (2, 3))
 
 
 # -- chunks ------------------------------------------------------------------------------------

@@ -19,8 +19,9 @@ from headway.checkpoint.format import (
 from headway.cluster import read_cluster, to_toml
 from headway.cluster.presets import PRESETS, find_cluster
 from headway.cost.machines import machine_of
-from headway.documents import parse_json
+from headway.documents import parse_json, parse_toml
 from headway.errors import HeadwayError
+from headway.migration import FORMATS, ImportRequest, RecipeParts, recipe_text, translate_file
 from headway.plans import Plan, data_parallel, pipelined
 from headway.plans.explain import explain
 from headway.report.history.reader import read_history
@@ -102,6 +103,68 @@ def test_fuzz_schedule_tables(cases, tmp_path):
     kept = [b"4611686018427387904F0,0F1\n1F0,1F1\n", b"0F4611686018427387904\n"]
     kept += [b"# pipe d0 = ranks 0-99999999999, microbatches 0\nF0\n"]
     fuzz("table", cases, [text.encode() for text in texts], read, kept=kept)
+
+
+CONFIGURATIONS = {
+    "deepspeed": b"""{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4,
+"optimizer": {"type": "Adam", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8}},
+"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 6e-4,
+"warmup_num_steps": 10, "total_num_steps": 100, "warmup_type": "linear"}},
+"bf16": {"enabled": true}, "gradient_clipping": 1.0, "pipeline": {"stages": 2},
+"zero_optimization": {"stage": 2, "mics_shard_size": 2, "offload_param": {"device": "cpu"}},
+"tensor_parallel": {"autotp_size": 2}, "communication_data_type": "fp16"}""",
+    "accelerate": b"""distributed_type: FSDP
+mixed_precision: bf16
+num_processes: 8
+num_machines: 2
+fsdp_config:
+  fsdp_sharding_strategy: HYBRID_SHARD
+  fsdp_version: 1
+deepspeed_config: {zero_stage: 3, gradient_clipping: 1.0, gradient_accumulation_steps: 2}
+megatron_lm_config: {megatron_lm_tp_degree: 2, megatron_lm_pp_degree: 2}
+parallelism_config:
+  parallelism_config_dp_replicate_size: 2
+  parallelism_config_dp_shard_size: 4
+""",
+    "torchtitan": b"""[optimizer]
+name = "AdamW"
+beta2 = 0.95
+[lr_scheduler]
+decay_ratio = 0.5
+[training]
+local_batch_size = 8
+steps = 100
+[parallelism]
+data_parallel_replicate_degree = 2
+data_parallel_shard_degree = 2
+pipeline_parallel_degree = 2
+pipeline_parallel_split_points = ["layers.1"]
+[checkpoint]
+enable = true
+interval = 5
+[comm]
+init_timeout_seconds = 300
+""",
+}
+
+
+@every
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_fuzz_configurations(name, cases, tmp_path):
+    suffix = {"deepspeed": "json", "accelerate": "yaml", "torchtitan": "toml"}[name]
+    path = tmp_path / f"configuration.{suffix}"
+    assert set(CONFIGURATIONS) == set(FORMATS)
+
+    def read(text: bytes) -> None:
+        path.write_bytes(text)
+        found = translate_file(path, ImportRequest(format=name, batch=None))
+        keys = [row.key for row in found.rows]
+        assert len(set(keys)) == len(keys) or any("." in key for key in keys)
+        made = recipe_text(found.settings, RecipeParts(), name="fuzz", source="fuzz")
+        parse_toml(made)
+        found.settings.plan()
+
+    fuzz(name, cases, [CONFIGURATIONS[name]], read, limit=30.0)
 
 
 FILE = "rank-00000.safetensors"

@@ -113,26 +113,26 @@ def test_a_training_run_outlives_a_worker(name: str, rank: int, tmp_path: Path) 
 
 
 class Patient(nn.Module):
-    """Takes its time until a fourth process has made one: three, and one that has come back."""
+    """Takes its time until a fourth process makes a step: three, and one that has come back."""
 
-    def __init__(self, made: str) -> None:
+    def __init__(self, begun: str) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
-        self._made = Path(made)
-        with self._made.open("a") as file:
-            file.write(".")
+        self._begun = Path(begun)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._made.stat().st_size < 4:
-            time.sleep(0.06)
+        (self._begun / str(os.getpid())).touch()
+        if len(list(self._begun.iterdir())) < 4:
+            time.sleep(0.1)
         found: torch.Tensor = self.layers(x)
         return found
 
 
 def patient(name: str, folder: Path) -> headway.Recipe:
+    (folder / "begun").mkdir(exist_ok=True)
     return replace(
         recipe(name),
-        model=lambda: Patient(str(folder / "made")),
+        model=lambda: Patient(str(folder / "begun")),
         optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.005, momentum=0.9),
         scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 20, 0.5),
         stop="100 steps",

@@ -395,7 +395,7 @@ def named_arguments(name: str) -> list[str]:
 
 
 RESULTS = {
-    "StudyResult",
+    "ComparisonResult", "ImportedConfiguration", "StudyResult",
     "EquivalenceResult", "PlanningResult", "Prediction", "SimulationResult", "Timeline",
     "TrainingResult", "VerificationResult", "Cluster", "Plan", "SimulationScenario", "Source",
     "TrainingObserver", "Exchange", "criterion", "set_default_strategy",

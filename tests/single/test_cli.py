@@ -178,8 +178,9 @@ def test_every_command_exists_and_has_a_page(capsys):
         (["plan", "shw"], "there is no command 'plan shw'; did you mean plan show or plan svm?"),
         (
             ["zzz"],
-            "legal: checkpoint, cluster, collective, demo, evaluate, exchange, explain, launch, "
-            "plan, report, schedule, segment, simulate, study, taxonomy, train, verify",
+            "legal: checkpoint, cluster, collective, compare, demo, evaluate, exchange, explain, "
+            "import, launch, plan, report, schedule, segment, simulate, study, taxonomy, train, "
+            "verify",
         ),
         (["--trance"], "there is no option '--trance'"),
         (["train", "x.toml", "--procesess", "2"], "Did you mean --processes?"),

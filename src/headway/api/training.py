@@ -454,8 +454,10 @@ def _launch(
         ranks = ", ".join(map(str, result.killed))
         warnings.warn(f"ranks {ranks} did not stop in time and were killed", stacklevel=2)
     # Of any rank that lived to say it; those that were killed said nothing.
-    outcome = next((value for value in result.results if value is not None), None)
-    for text in outcome.lost if outcome else ():
+    outcomes = [value for value in result.results if value is not None]
+    outcome = next(iter(outcomes), None)
+    # Who has not itself heard of a death says nothing of it: a worker that came back, for one.
+    for text in max((each.lost for each in outcomes), key=len, default=()):
         warnings.warn(text, stacklevel=2)
     stopped_by = result.stopped_by or (outcome.stopped_by if outcome else None)
     return _result(job, outcome, stopped_by, result.attempts)

@@ -55,6 +55,18 @@ TASKS = {
             "my_module:recipe --write slurm --nodes 2 -n 4 --directory /shared/runs/recipe",
         ),
         Command(
+            "launch program",
+            "launch_program:launch_program",
+            "Start a Python program with horovodrun's arguments.",
+            "-np 2 python train.py",
+        ),
+        Command(
+            "import",
+            "migration:import_file",
+            "A configuration of DeepSpeed, Accelerate or torchtitan as a recipe.",
+            "ds_config.json --processes 2 --out recipe.toml",
+        ),
+        Command(
             "train svm",
             "svm:train_svm",
             "Train a support vector machine on a file in libsvm's format.",
@@ -77,6 +89,12 @@ TASKS = {
             "study:study",
             "Batch sizes and learning rates: best rates, critical batch.",
             'my_module:recipe --batches 8,16,32 --target "loss<=0.45"',
+        ),
+        Command(
+            "compare",
+            "compare:compare",
+            "Train one recipe under several frameworks, side by side.",
+            "my_module:recipe --with ddp,fsdp2,headway --processes 1,2",
         ),
         Command("demo", "demo:demo", "Train, verify and report a small model.", ""),
     ),
@@ -307,11 +325,26 @@ def _command_of(words: list[str]) -> Command | None:
 
 def parser_words(words: list[str]) -> list[str]:
     """The words for the parser: those of a command whose first one is a command too are one."""
+    if words[0] == "launch" and _is_horovodrun(words[1:]):
+        words = ["launch", "program", *words[1:]]
     command = _command_of(words)
+    if command is not None and command.words == "launch program":
+        rest = words[2:]
+        # What follows is horovodrun's and the program's: none of it is for the parser.
+        return [command.words, *(rest if rest[:1] in (["--help"], ["-h"]) else ["--", *rest])]
     outer = "" if command is None else command.words.rpartition(" ")[0]
     if command is None or not outer or outer in GROUPS:
         return words
     return [command.words, *words[len(command.words.split()) :]]
+
+
+def _is_horovodrun(words: list[str]) -> bool:
+    """Whether the words behind `launch` are options and a program, as horovodrun has them, and not
+    a recipe with the launcher to write a job file for."""
+    asks = {word.partition("=")[0] for word in words} & {"--write", "--help"}
+    first = words[0] if words else ""
+    program = first.startswith(("-", "python")) or first.endswith(".py")
+    return program and first != "-h" and not asks
 
 
 def _is_recipe(word: str) -> bool:

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headway.optim.framework_rates import deepspeed_rates, torchtitan_rates
     from headway.optim.layerwise import LAMB, LARS, fit_exchange, parallel_norms
     from headway.optim.lr_scaling import (
         Scaling,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 
 _HOMES = {
+    "framework_rates": "deepspeed_rates torchtitan_rates",
     "layerwise": "LAMB LARS fit_exchange parallel_norms",
     "lr_scaling": "Scaling adasum_rate check_scaling linear scale_rates square_root",
     "parallel_operator": "ParallelOperator",
@@ -41,12 +43,14 @@ __all__ = [
     "adasum_rate",
     "check_scaling",
     "correct_momentum",
+    "deepspeed_rates",
     "fit_exchange",
     "linear",
     "parallel_norms",
     "scale_rates",
     "square_root",
     "tables_by_row",
+    "torchtitan_rates",
     "warmup_hold_decay",
 ]
 

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
@@ -108,6 +109,8 @@ def norms(xs: Tensors) -> Tensor:
 
 
 def _norm(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if isinstance(x, DTensor):
+        return _norm_over_ranks(x, dtype)
     norm: Callable[..., Tensor] = torch.linalg.vector_norm
     flat = x.view(-1) if x.is_contiguous() else _flat(x)
     if flat.numel() < 4 * ROW:
@@ -117,6 +120,14 @@ def _norm(x: Tensor, dtype: torch.dtype) -> Tensor:
     if whole < flat.numel():
         parts = torch.cat([parts, norm(flat[whole:], dtype=dtype).view(1)])
     return norm(parts, dtype=torch.float64).to(dtype)
+
+
+def _norm_over_ranks(x: DTensor, dtype: torch.dtype) -> Tensor:
+    # Of the local parts: as a whole, a tensor whose sharded dimension is 1 cannot be flattened.
+    square = _norm(x.to_local(), dtype).square()
+    parts = [Partial() if p.is_shard() else Replicate() for p in x.placements]
+    whole = DTensor.from_local(square, x.device_mesh, parts, run_check=False)
+    return whole.redistribute(placements=[Replicate()] * len(parts)).sqrt()
 
 
 def _flat(x: Tensor) -> Tensor:

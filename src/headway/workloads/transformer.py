@@ -23,7 +23,6 @@ import hashlib
 import os
 import platform
 import stat
-import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -36,6 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from headway.cache_folders import cache_folders
 from headway.data.source import MemmapSource, Source
 from headway.errors import DataError, RecipeError
 from headway.optim.warmup import warmup_then_cosine
@@ -147,18 +147,6 @@ def text_file(
 def _fingerprint(files: Sequence[SourceFile]) -> str:
     listing = "\n".join(f"{file.size} {file.name}" for file in files)
     return hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()[:16]
-
-
-def cache_folders() -> tuple[Path, ...]:
-    """Where flat files may lie, the preferred place first."""
-    user = f"-{os.getuid()}" if hasattr(os, "getuid") else ""
-    temporary = Path(tempfile.gettempdir()) / f"headway{user}"
-    try:
-        home = Path.home()
-    except RuntimeError:  # no home is known for this user
-        return (temporary,)
-    caches = {"darwin": "Library/Caches", "win32": "AppData/Local"}
-    return home / caches.get(sys.platform, ".cache") / "headway", temporary
 
 
 def _is_safe(folder: Path) -> bool:

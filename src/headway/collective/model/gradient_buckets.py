@@ -141,13 +141,15 @@ def fill_buckets(
 
     Args:
         limit: Largest bucket; a larger gradient has a bucket of its own.
-        first: Another largest size until a bucket of half of it is closed.
+        first: Another largest size until a bucket of half of it is closed. What is less than half
+            of it takes in a larger gradient: a message of its own would cost more than it gains.
     """
     buckets: list[tuple[int, ...]] = []
     current: list[int] = []
     held, most = 0, min(first or limit, limit)
     for i in order:
-        if current and held + sizes[i] > most:
+        allowed = most if held >= most // 2 else limit
+        if current and held + sizes[i] > allowed:
             buckets.append(tuple(current))
             # A first bucket that a large gradient behind it has kept nearly empty does not count.
             most = limit if held >= most // 2 else most

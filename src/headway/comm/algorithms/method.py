@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headway.collective.nodes import Nodes
+from headway.comm.backend.process_group import HeadwayGroup
 from headway.errors import PlanError
 
 
@@ -226,7 +227,10 @@ class PeerGroup:
     @staticmethod
     def of(group: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> PeerGroup:
         """From global ranks; their order is that of the places."""
-        members = tuple(dist.get_group_rank(group, member) for member in ranks)
+        if isinstance(group, HeadwayGroup):  # torch may not have been told of it
+            members = tuple(map(group.place_of, ranks))
+        else:
+            members = tuple(dist.get_group_rank(group, member) for member in ranks)
         return PeerGroup(group, members, ranks.index(rank))
 
     @property

@@ -350,6 +350,10 @@ class HeadwayGroup(dist.ProcessGroup):
             self._links.close()
         self._gloo.shutdown()
 
+    def place_of(self, rank: int) -> int:
+        """The place in the group of a global rank."""
+        return self._ranks.index(rank)
+
     def choose_by(self, choose: ChooseProgram | None) -> None:
         """Ask `choose` from now on; all ranks between the same two operations."""
         self._choose = choose

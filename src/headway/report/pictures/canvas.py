@@ -111,9 +111,19 @@ def draw_png(size: tuple[int, int], paint: Callable[[Figure, Hue], None]) -> byt
     return buffer.getvalue()
 
 
-def plain_axes(figure: Figure, *, grid: str = "y", hue: Hue = colour) -> Axes:
-    """Axes without a box, with quiet grid lines behind the data."""
-    axes = figure.add_subplot()
+def plain_axes(
+    figure: Figure,
+    *,
+    place: tuple[int, int, int] = (1, 1, 1),
+    grid: str = "y",
+    hue: Hue = colour,
+) -> Axes:
+    """Axes without a box, with quiet grid lines behind the data.
+
+    Args:
+        place: Rows, columns, and the number of the axes among them, from 1.
+    """
+    axes = figure.add_subplot(*place)
     axes.set_axisbelow(True)
     axes.patch.set_visible(False)
     for side in ("top", "right", "left"):

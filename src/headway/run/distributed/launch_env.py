@@ -1,9 +1,10 @@
 """The launch environment: rank, world size and master address of this process.
 
 Understood are torchrun and everything that sets the same variables (headway's own workers,
-Kubernetes operators, Ray), Open MPI, Slurm's srun and PMI; without any of them the process is
-alone. Contradictory variables are an error that names them, never a guess. Outside of the launchers
-and of Gloo's interface settings, no other module of the library reads `os.environ` for these.
+Kubernetes operators, Ray), Horovod's, Open MPI, Slurm's srun and PMI; without any of them the
+process is alone. Contradictory variables are an error that names them, never a guess. Outside of
+the launchers and of Gloo's interface settings, no other module of the library reads `os.environ`
+for these.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class LaunchEnv:
         local_rank: Number of this process on its machine, from 0; chooses the GPU.
         attempt: How often the launcher has restarted the workers; agents of several machines may
             count differently (`World.join` agrees on one number).
-        launcher: "headway", "torchrun", "environment", "mpi", "slurm" or "alone".
+        launcher: "headway", "torchrun", "environment", "horovod", "mpi", "slurm" or "alone".
         master_port: Port of the meeting point; 0 when alone.
         agent_store: The launching agent's store already listens at the master's address; else rank
             0 opens one there.
@@ -91,6 +92,8 @@ class LaunchEnv:
     def _of_launcher(cls, env: Mapping[str, str]) -> LaunchEnv:
         if "RANK" in env or "WORLD_SIZE" in env:
             return _from_torchrun(env)
+        if "HOROVOD_RANK" in env:
+            return _from_horovod(env)
         if "OMPI_COMM_WORLD_RANK" in env:
             return _from_mpi(env, "OMPI_COMM_WORLD_", "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
         if _in_slurm_step(env):
@@ -130,6 +133,12 @@ def machine_identity() -> str:
 def temporary_folder() -> str:
     """The launcher's directory of temporary files, in its forkserver; "" elsewhere."""
     return os.environ.get(TEMPORARY, "")
+
+
+def horovod_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """All variables of Horovod's (`headway.horovod` takes up its settings)."""
+    env = os.environ if environ is None else environ
+    return {name: value for name, value in env.items() if name.startswith("HOROVOD_")}
 
 
 def user_threads(environ: Mapping[str, str] | None = None) -> int | None:
@@ -207,6 +216,24 @@ def _from_torchrun(env: Mapping[str, str]) -> LaunchEnv:
         master_port=_port(env, DEFAULT_PORT),
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         node_name=env.get(NODE, ""),
+    )
+
+
+def _from_horovod(env: Mapping[str, str]) -> LaunchEnv:
+    """The variables that horovodrun gives its workers."""
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    found = _from_mpi(env, "HOROVOD_", *names)
+    if found.ranks == 1:
+        return found
+    # Its own meeting point is of another protocol, and names the job.
+    job = ":".join(
+        env.get(f"HOROVOD_GLOO_RENDEZVOUS_{part}", "") for part in ("ADDR", "PORT")
+    ).strip(":")
+    return replace(
+        found,
+        launcher="horovod",
+        node_rank=_number(env, "HOROVOD_CROSS_RANK", found.node_rank),
+        master_port=_port(env, derive_port(job) if job else found.master_port),
     )
 
 

@@ -287,8 +287,19 @@ class FreeRun:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the first of the workers that are left."""
-        return self._place.worker == min(set(range(self._plan.workers)) - self.gone)
+        """Whether this is the first of the workers that are left.
+
+        Those with fewer lives come first: the one that took over from a worker that has died may
+        be writing a checkpoint when that worker comes back.
+        """
+        left = set(range(self._plan.workers)) - self.gone
+        return self._place.worker == min(left, key=lambda worker: (self._lives_of(worker), worker))
+
+    def _lives_of(self, worker: int) -> int:
+        """How often a worker has come back, as far as is known; in a replay, will have."""
+        if self._replayed is not None:
+            return len(self._replayed.lives(worker))
+        return self._life if worker == self._place.worker else self._lives[worker]
 
     @property
     def saves(self) -> bool:

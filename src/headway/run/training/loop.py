@@ -643,7 +643,8 @@ class Training:
             return free.saves
         self._journal.lead()
         # Who led before may have been ahead.
-        return self._world.rank == 0 or step > max(self._store.steps(), default=-1)
+        first = self._world.rank == 0 and not self._world.place.life
+        return first or step > max(self._store.steps(), default=-1)
 
     def _validate(self) -> None:
         recipe, run = self._recipe, self.executor

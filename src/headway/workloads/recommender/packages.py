@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from headway.cache_folders import cache_folders
 from headway.errors import DataError, shown_path
-from headway.workloads.transformer import cache_folders
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Frameworks side by side: adapters, timed trials, environments, and what came of them."""

@@ -1,0 +1,1 @@
+"""One adapter a file: each in its framework's own idiom."""

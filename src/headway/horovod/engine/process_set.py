@@ -1,0 +1,71 @@
+"""`ProcessSet`: some of the ranks, which do operations of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headway.horovod.exceptions import InvalidArgument
+
+
+class ProcessSet:
+    """Some of the ranks; it is of use from `hvd.init` or `hvd.add_process_set` on.
+
+    Args:
+        ranks_or_comm: Global ranks, in any order. (Horovod takes a communicator of mpi4py as well.)
+
+    Attributes:
+        process_set_id: Its number, the same on all ranks; None while it is not registered.
+        ranks: Ascending; those of the global set are known after `hvd.init`.
+    """
+
+    def __init__(self, ranks_or_comm: Sequence[int]) -> None:
+        self.ranks: list[int] | None = sorted({int(rank) for rank in ranks_or_comm})
+        self.process_set_id: int | None = None
+        self._own_rank = -1
+        self.mpi_comm = None
+
+    def register(self, number: int | None, ranks: Sequence[int] | None, own_rank: int) -> None:
+        """Take up a number, or with None lose it."""
+        self.process_set_id = number
+        self.ranks = None if ranks is None else list(ranks)
+        self._own_rank = own_rank
+
+    def size(self) -> int | None:
+        """The number of its ranks; None: it is not registered."""
+        return len(self.ranks or ()) if self.registered else None
+
+    def rank(self) -> int | None:
+        """The place of this process among its ranks; None: it is not registered, or without it."""
+        return self.members().index(self._own_rank) if self.included() else None
+
+    def included(self) -> bool | None:
+        """Whether this process belongs to it; None: it is not registered."""
+        return self._own_rank in self.members() if self.registered else None
+
+    @property
+    def registered(self) -> bool:
+        """Whether operations may name it."""
+        return self.process_set_id is not None and self.ranks is not None
+
+    def members(self) -> list[int]:
+        """Its ranks, ascending.
+
+        Raises:
+            InvalidArgument: It is not registered.
+        """
+        if self.process_set_id is None or self.ranks is None:
+            raise InvalidArgument(
+                f"{self} is not registered. Give it to hvd.init(process_sets=[...]) or "
+                "hvd.add_process_set() first."
+            )
+        return self.ranks
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ProcessSet):
+            return NotImplemented
+        return (self.process_set_id, self.ranks) == (other.process_set_id, other.ranks)
+
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
