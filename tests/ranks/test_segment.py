@@ -80,9 +80,9 @@ def test_zarr(volume):
 
 @pytest.fixture
 def long_job(tmp_path):
-    """Starts a segmentation by two processes that takes some seconds."""
-    np.save(tmp_path / "balls.npy", bubbles((56, 60, 60), 120))
-    write_brightness_weights(tmp_path / "w.safetensors", features=12, depth=5)
+    """Starts a segmentation by two processes that takes a second and more."""
+    np.save(tmp_path / "balls.npy", bubbles(SHAPE, 60))
+    write_brightness_weights(tmp_path / "w.safetensors", features=12, depth=3)
     jobs = []
 
     def begin(out: str, *more: str) -> subprocess.Popen[str]:
@@ -124,7 +124,7 @@ def finish(job: subprocess.Popen[str]) -> str:
 
 
 def test_after_a_death_and_after_the_death_of_all_the_result_is_the_same(long_job, tmp_path):
-    finish(long_job("whole.npy"))
+    whole, _ = segmented(tmp_path, "whole.npy")
     job = long_job("killed.npy")
     work = tmp_path / "killed.npy.work"
     wait_until_settled(work, 3, job)
@@ -140,8 +140,7 @@ def test_after_a_death_and_after_the_death_of_all_the_result_is_the_same(long_jo
     err = finish(again)
     assert before >= 6
     assert "killed by SIGKILL" not in err
-    whole, killed = (np.load(tmp_path / f"{name}.npy") for name in ("whole", "killed"))
-    assert (whole == killed).all()
+    assert (whole == np.load(tmp_path / "killed.npy")).all()
     assert whole.max() > 5
 
 
@@ -153,10 +152,10 @@ def test_a_signal_ends_it_in_order(long_job, tmp_path):
     assert job.returncode == 128 + signal.SIGTERM, err
     assert "the same command goes on" in err
     assert none_left(tmp_path)
-    other = long_job("out.npy", "--move", "0.8")
-    _, err = other.communicate(timeout=patient(60))
-    assert other.returncode == 1
-    assert "was begun with other options" in err
+    words = ("segment", "balls.npy", "--out", "out.npy", *OPTIONS, "--move", "0.8")
+    other = headway_here(*words, cwd=tmp_path)
+    assert other.code == 1
+    assert "was begun with other options" in other.err
 
 
 # -- refusals -------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class FovPredictor:
         self._input[0, 0].copy_(torch.from_numpy(np.ascontiguousarray(image)))
         self._input[0, 1].copy_(old)
         update = self._update(self._input)[0, 0]
-        new: Mask = (old + update.float()).numpy()
+        new: Mask = (old + update).numpy()
         return new
 
     def _update(self, hidden: Tensor) -> Tensor:
@@ -53,8 +53,9 @@ class FovPredictor:
         hidden = network.conv0_b(network.conv0_a(hidden).relu_())
         for module in network.residual:
             hidden += module.b(module.a(functional.relu(hidden)).relu_())
-        # A product of matrices: torch has only a slow convolution of one voxel, 9 ms in place of 1.
-        weight, bias = network.conv_lom.weight.view(-1), network.conv_lom.bias
-        voxels = hidden.relu_().permute(0, 2, 3, 4, 1) @ weight
+        # In float32, as the mask is. Not with torch's convolution of one voxel, which takes 9 ms in
+        # place of 1, nor its product with a vector: the last bits depend on the number of threads.
+        weight, bias = (part.float().view(-1) for part in network.conv_lom.parameters())
+        voxels = (hidden.relu_().permute(0, 2, 3, 4, 1).float() * weight).sum(dim=-1)
         update: Tensor = (voxels + bias).unsqueeze(1)
         return update

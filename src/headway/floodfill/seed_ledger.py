@@ -10,8 +10,10 @@ their turn, and the result is the same, bit by bit:
   that is taken stays so. So an object that was filled ahead of its turn is right if, when its turn
   comes, none of these voxels has been taken in the meantime; otherwise it is filled once more.
 
-Which seeds are filled ahead decides only how much work is in vain. Seeds inside an object that is
-being filled are left for later, and a process gives up an object that meets one of an earlier seed.
+Which seeds are filled ahead decides only how much work is in vain. Most seeds end inside the object
+of an earlier one, so that of each group of them that the image suggests to be of one body
+(`seeds.py`) one is filled at a time, and none while an object reaches into the group. A process
+gives up an object that meets one of an earlier seed.
 
 All of it is in files of one folder, mapped by every process and changed under a lock, so that a
 process may be killed at any moment: what is settled is settled, an object that is filled stays so
@@ -56,6 +58,8 @@ class LedgerFigures:
         voxels: Of them.
         moves: Fields of view of settled seeds: as many as one process needs.
         in_vain: Further fields of view, of objects that had to be given up.
+        under_way: Fields of view of seeds that are not settled yet.
+        busy: Seeds that are being filled.
     """
 
     seeds: int
@@ -64,10 +68,18 @@ class LedgerFigures:
     voxels: int
     moves: int
     in_vain: int
+    under_way: int
+    busy: int
 
 
-def prepare_ledger(folder: Path, shape: Triple, seeds: NDArray[np.int32]) -> None:
-    """Make the files of a sub-volume, once."""
+def prepare_ledger(
+    folder: Path, shape: Triple, seeds: NDArray[np.int32], groups: NDArray[np.int32]
+) -> None:
+    """Make the files of a sub-volume, once.
+
+    Args:
+        groups: [seeds] which body each seed seems to lie in; seeds of 0 are not filled ahead.
+    """
     aside = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(aside, ignore_errors=True)
     (aside / "filled").mkdir(parents=True)
@@ -84,16 +96,19 @@ def prepare_ledger(folder: Path, shape: Triple, seeds: NDArray[np.int32]) -> Non
         # Of zeros, which a file system keeps as holes.
         np.lib.format.open_memmap(aside / f"{name}.npy", "w+", kind, size).flush()
     np.save(aside / "seeds.npy", seeds)
+    np.save(aside / "groups.npy", groups)
     (aside / "lock").touch()
     aside.rename(folder)
 
 
 def release_claims(folder: Path) -> None:
     """Let the seeds go whose processes have ended; nobody may work on them."""
-    status, owners = (
-        np.lib.format.open_memmap(folder / f"{name}.npy", "r+") for name in ("status", "owners")
+    status, owners, moves = (
+        np.lib.format.open_memmap(folder / f"{name}.npy", "r+")
+        for name in ("status", "owners", "moves")
     )
     if status.any():
+        moves[status == _CLAIMED] = 0
         status[status == _CLAIMED] = _FREE
         owners[:] = 0
     for left in (folder / "filled").glob("*.part.npz"):
@@ -106,13 +121,11 @@ class SeedLedger:
     Args:
         distance: No seed is tried within this distance of an object.
         min_size: Objects with fewer voxels are dropped.
-        apart: Seeds are not filled ahead this close to one that is being filled.
     """
 
-    def __init__(self, folder: Path, *, distance: Triple, min_size: int, apart: int) -> None:
+    def __init__(self, folder: Path, *, distance: Triple, min_size: int) -> None:
         self._folder, self._distance, self._min_size = folder, distance, min_size
-        self._apart = apart
-        self.seeds = np.load(folder / "seeds.npy")
+        self.seeds, self._groups = np.load(folder / "seeds.npy"), np.load(folder / "groups.npy")
         self.segments = self._mapped("segments")
         self._owners, self._status = self._mapped("owners"), self._mapped("status")
         self._ids, self._moves = self._mapped("ids"), self._mapped("moves")
@@ -124,7 +137,7 @@ class SeedLedger:
 
     def figures(self) -> LedgerFigures:
         """As of now."""
-        settled = int(self._counts[_SETTLED])
+        settled = self.settled
         kept = self._ids[:settled] > 0
         return LedgerFigures(
             seeds=len(self.seeds),
@@ -133,12 +146,25 @@ class SeedLedger:
             voxels=int(self._voxels[:settled][kept].sum()),
             moves=int(self._moves[:settled].sum(dtype=np.int64)),
             in_vain=int(self._counts[_IN_VAIN]),
+            under_way=int(self._moves[settled:].sum(dtype=np.int64)),
+            busy=self.busy,
         )
+
+    @property
+    def settled(self) -> int:
+        """How many seeds are settled: the index of the one whose turn it is."""
+        return int(self._counts[_SETTLED])
+
+    @property
+    def busy(self) -> int:
+        """How many seeds are being filled."""
+        first = self.settled
+        return int(np.count_nonzero(self._status[first : first + WINDOW] == _CLAIMED))
 
     @property
     def finished(self) -> bool:
         """Whether every seed is settled."""
-        return int(self._counts[_SETTLED]) == len(self.seeds)
+        return self.settled == len(self.seeds)
 
     def seed(self, index: int) -> Triple:
         """The voxel of a seed."""
@@ -153,7 +179,7 @@ class SeedLedger:
         """A seed to fill now; None: none, until others have ended or all is finished."""
         with self._locked():
             self._settle()
-            first = int(self._counts[_SETTLED])
+            first = self.settled
             status = self._status[first : first + WINDOW]
             if not len(status):
                 return None
@@ -165,12 +191,12 @@ class SeedLedger:
             return index
 
     def _ahead(self, first: int, status: NDArray[np.int8]) -> int | None:
-        """The first free seed that is in no object, as far as is known, and close to none."""
-        seeds = self.seeds[first : first + WINDOW]
+        """The first free seed in no object and, as far as is known, of a body of its own."""
+        seeds, groups = (array[first : first + WINDOW] for array in (self.seeds, self._groups))
         voxels = tuple(seeds.T)
-        free = (status == _FREE) & (self.segments[voxels] <= 0) & (self._owners[voxels] == 0)
-        for busy in seeds[status == _CLAIMED]:
-            free &= np.abs(seeds - busy).max(axis=1) >= self._apart
+        busy = (status != _FREE) | (self._owners[voxels] > 0)
+        free = ~busy & (self.segments[voxels] <= 0) & (groups > 0)
+        free &= ~np.isin(groups, groups[busy])
         return next(
             (
                 first + int(number)
@@ -181,12 +207,13 @@ class SeedLedger:
         )
 
     def mark(self, index: int, box: Box, inside: NDArray[np.bool_]) -> bool:
-        """Tell the others what an object seems to cover.
+        """Tell the others what an object seems to cover after one more move.
 
         Returns:
             Whether it is worth going on: its seed is in no object of an earlier seed.
         """
         owner = index + 1
+        self._moves[index] += 1
         owners = self._owners[box]
         owners[inside & ((owners == 0) | (owners > owner))] = owner
         seed = self.seed(index)
@@ -225,7 +252,7 @@ class SeedLedger:
     def _settle(self) -> None:
         """Settle all seeds whose turn it is."""
         while not self.finished:
-            index = int(self._counts[_SETTLED])
+            index = self.settled
             if self._status[index] == _FILLED:
                 if not self._enter(index):
                     return
@@ -284,6 +311,7 @@ class SeedLedger:
     def _free(self, index: int, box: Box | None, moves: int) -> None:
         self._unmark(index, box)
         self._counts[_IN_VAIN] += moves
+        self._moves[index] = 0
         self._status[index] = _FREE
 
     def _unmark(self, index: int, box: Box | None) -> None:

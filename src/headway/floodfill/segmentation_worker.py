@@ -7,10 +7,11 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from headway.documents import parse_json
 from headway.floodfill.array_files import open_array
@@ -23,7 +24,7 @@ from headway.floodfill.seed_ledger import (
     prepare_ledger,
     release_claims,
 )
-from headway.floodfill.seeds import peak_seeds
+from headway.floodfill.seeds import peak_seeds, seed_groups
 from headway.floodfill.segmentation_job import SegmentationJob, finished_path
 from headway.floodfill.weight_files import read_network
 from headway.run.distributed.launch_env import LaunchEnv
@@ -33,6 +34,9 @@ from headway.units import counted
 
 _POLL_SECONDS = 0.02
 _LINE_SECONDS = 2.0
+_BUSY = 0.75
+"""Share of its cores that a process with borrowed threads must get."""
+_FIELDS_ALONE = 50
 
 
 def segment_in_worker(place: LaunchEnv, job: SegmentationJob) -> list[LedgerFigures]:
@@ -63,13 +67,18 @@ def segment_in_worker(place: LaunchEnv, job: SegmentationJob) -> list[LedgerFigu
                     folder,
                     distance=job.options.min_boundary_distance,
                     min_size=job.options.min_size,
-                    apart=max(job.fov) // 2 + 1,
                 )
                 canvas = Canvas(
                     scale_image(voxels), predict, job.options, fov=job.fov, deltas=job.deltas
                 )
                 line = ProgressLine(ledger, f"sub-volume {number + 1} of {len(parts)}")
-                _fill_all(ledger, canvas, stopped, line if world.rank == 0 else lambda: None)
+                _Filler(
+                    ledger,
+                    canvas,
+                    stopped,
+                    tell=line if world.rank == 0 else lambda: None,
+                    lend=LentThreads(ledger, world.ranks),
+                ).fill_all()
                 if not ledger.finished:
                     return done
                 world.barrier(f"waits for sub-volume {number + 1} to end")
@@ -89,7 +98,8 @@ def _begin(folder: Path, voxels: np.ndarray, job: SegmentationJob) -> None:
         seeds = peak_seeds(voxels)
         margin = np.array(job.fov) // 2
         inside = ((seeds >= margin) & (seeds < np.array(voxels.shape) - margin)).all(axis=1)
-        prepare_ledger(folder, voxels.shape, seeds[inside])
+        seeds = seeds[inside]
+        prepare_ledger(folder, voxels.shape, seeds, seed_groups(voxels, seeds))
     release_claims(folder)
 
 
@@ -103,42 +113,87 @@ def _end(folder: Path, ledger: SeedLedger, path: Path, figures: Path) -> None:
     shutil.rmtree(folder)
 
 
-def _fill_all(
-    ledger: SeedLedger, canvas: Canvas, stopped: Callable[[], bool], tell: Callable[[], None]
-) -> None:
-    while not ledger.finished and not stopped():
-        tell()
-        index = ledger.claim()
-        if index is None:
-            time.sleep(_POLL_SECONDS)
-            continue
-        _fill_one(ledger, canvas, index, stopped, tell)
+@dataclass(frozen=True)
+class _Filler:
+    """Fills the objects of a ledger, with others.
+
+    Attributes:
+        stopped: Whether to end before all is done.
+        tell: Called now and then.
+        lend: Called before each field of view, with the seed.
+    """
+
+    ledger: SeedLedger
+    canvas: Canvas
+    stopped: Callable[[], bool]
+    tell: Callable[[], None]
+    lend: Callable[[int], None]
+
+    def fill_all(self) -> None:
+        while not self.ledger.finished and not self.stopped():
+            self.tell()
+            index = self.ledger.claim()
+            if index is None:
+                time.sleep(_POLL_SECONDS)
+                continue
+            self._fill(index)
+
+    def _fill(self, index: int) -> None:
+        ledger, canvas = self.ledger, self.canvas
+        seen = _SeenBox()
+        moves: list[Triple] = []
+        settled = ledger.settled
+
+        def go_on(box: tuple[slice, ...], position: Triple) -> bool:
+            nonlocal settled
+            self.tell()
+            self.lend(index)
+            seen.add(box)
+            moves.append(position)
+            worthwhile = ledger.mark(index, box, canvas.object_in(box))
+            before, settled = settled, ledger.settled
+            # A voxel that it has visited was taken since: it would have to be filled once more.
+            taken = settled > before and any(ledger.is_taken(voxel) for voxel in moves)
+            return worthwhile and not taken and not self.stopped()
+
+        self.lend(index)
+        filled = canvas.fill(ledger.seed(index), ledger.is_taken, go_on)
+        if filled is None:
+            ledger.give_up(index, seen.box, len(moves))
+        else:
+            ledger.submit(index, filled)
 
 
-def _fill_one(
-    ledger: SeedLedger,
-    canvas: Canvas,
-    index: int,
-    stopped: Callable[[], bool],
-    tell: Callable[[], None],
-) -> None:
-    seen = _SeenBox()
-    moves: list[Triple] = []
+class LentThreads:
+    """Threads of processes without an object to fill, lent to the one whose turn it is.
 
-    def go_on(box: tuple[slice, ...], position: Triple) -> bool:
-        tell()
-        seen.add(box)
-        moves.append(position)
-        worthwhile = ledger.mark(index, box, canvas.object_in(box))
-        # A voxel that it has visited was taken since: it would have to be filled once more.
-        taken = any(ledger.is_taken(voxel) for voxel in moves)
-        return worthwhile and not taken and not stopped()
+    All that this one does is needed; what others fill ahead may be in vain. Two threads on one
+    field of view are nearly as fast as two processes, and its bits do not depend on their number.
+    But threads wait for each other: where others use the cores, borrowed ones slow it down, so that
+    it then goes on without them for a while.
+    """
 
-    filled = canvas.fill(ledger.seed(index), ledger.is_taken, go_on)
-    if filled is None:
-        ledger.give_up(index, seen.box, len(moves))
-    else:
-        ledger.submit(index, filled)
+    def __init__(self, ledger: SeedLedger, processes: int) -> None:
+        self._ledger, self._processes = ledger, processes
+        self._own = self._now = torch.get_num_threads()
+        self._index, self._alone = -1, 0
+        self._wall, self._used = time.monotonic(), time.process_time()
+
+    def __call__(self, index: int) -> None:
+        """Set the threads of this process, before a field of view of a seed."""
+        wall, used = time.monotonic(), time.process_time()
+        got = (used - self._used) / max(1e-9, wall - self._wall)
+        # Threads that wait for each other use their cores; less is used if they do not get them.
+        if index == self._index and self._now > self._own and got < _BUSY * self._now:
+            self._alone = _FIELDS_ALONE
+        self._index, self._wall, self._used = index, wall, used
+        self._alone = max(0, self._alone - 1)
+        may = index == self._ledger.settled and not self._alone
+        idle = self._processes - self._ledger.busy if may else 0
+        threads = self._own * (1 + max(0, idle))
+        if threads != self._now:
+            torch.set_num_threads(threads)
+            self._now = threads
 
 
 class _SeenBox:
@@ -176,7 +231,12 @@ class ProgressLine:
             f"{figures.voxels / 1e6:.2f} million voxels "
             f"({(figures.voxels - before.voxels) / seconds:,.0f}/s), "
             f"{counted(figures.moves, 'field')} of view "
-            f"({(figures.moves - before.moves) / seconds:.1f}/s), "
+            f"and {figures.under_way:,} of {counted(figures.busy, 'object')} under way "
+            f"({(_all_moves(figures) - _all_moves(before)) / seconds:.1f}/s), "
             f"{figures.settled / max(1, figures.seeds):.0%} of the seeds settled\n"
         )
         sys.stderr.flush()
+
+
+def _all_moves(figures: LedgerFigures) -> int:
+    return figures.moves + figures.under_way + figures.in_vain
