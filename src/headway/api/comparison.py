@@ -299,10 +299,8 @@ _SERIAL = _Contender(
     ),
     environment=Environment(python=Path(sys.executable)),
 )
-_ROUNDED = _Contender(
-    framework=Framework(
-        name="rounded", adapter=f"{_PLAIN_MODULE}:SerialRounded", what="one process"
-    ),
+_ULP_APART = _Contender(
+    framework=Framework(name="ulp-apart", adapter=f"{_PLAIN_MODULE}:SerialUlp", what="one process"),
     environment=Environment(python=Path(sys.executable)),
 )
 _INDEPENDENT = _Contender(
@@ -325,7 +323,7 @@ class _Comparison:
     Attributes:
         cells: By framework and number of processes.
         expected: By number of processes, the losses of the serial reference.
-        rounded: The same of parameters a last bit apart; made once some losses differ.
+        ulp_apart: The same of parameters a last bit apart; made once some losses differ.
     """
 
     recipe: Recipe | str
@@ -342,7 +340,7 @@ class _Comparison:
     cells: dict[tuple[str, int], Cell] = field(default_factory=dict)
     plans: dict[int, Plan] = field(default_factory=dict)
     expected: dict[int, tuple[float, ...]] = field(default_factory=dict)
-    rounded: dict[int, tuple[float, ...] | None] = field(default_factory=dict)
+    ulp_apart: dict[int, tuple[float, ...] | None] = field(default_factory=dict)
     model_bytes: int = 0
 
     def options(self, name: str, rounds: int) -> dict[str, str]:
@@ -440,7 +438,9 @@ class _Comparison:
         if number == 0 and framework.name not in (REFERENCE, INDEPENDENT):
             work = SameWork.compare(result.losses, self.expected[count])
             if work.step is not None:
-                work = SameWork.compare(result.losses, self.expected[count], self._rounding(count))
+                work = SameWork.compare(
+                    result.losses, self.expected[count], self._losses_ulp_apart(count)
+                )
         self.cells[key] = replace(cell, rounds={**cell.rounds, number: result}, work=work)
         _LOG.info(
             "round %d, %s on %s: %s a step%s",
@@ -448,12 +448,13 @@ class _Comparison:
             format_seconds(result.median), f", losses {work}" if number == 0 and work else "",
         )  # fmt: skip
 
-    def _rounding(self, count: int) -> tuple[float, ...] | None:
-        if count not in self.rounded:
-            self.rounded[count] = None
+    def _losses_ulp_apart(self, count: int) -> tuple[float, ...] | None:
+        """Of the reference from parameters a last bit apart; None: it does not train."""
+        if count not in self.ulp_apart:
+            self.ulp_apart[count] = None
             with contextlib.suppress(TrialFailed):
-                self.rounded[count] = self._run(_ROUNDED, 1, 0, shares=count).losses
-        return self.rounded[count]
+                self.ulp_apart[count] = self._run(_ULP_APART, 1, 0, shares=count).losses
+        return self.ulp_apart[count]
 
     def _planned(self, cell: Cell) -> Cell:
         """The cell with headway's plan for its processes.
@@ -495,7 +496,7 @@ class _Comparison:
         folder = self._folder(contender, count, number, shares)
         folder.mkdir(parents=True)
         # Processes that never talk, and one alone, are not behind links.
-        alone = contender in (_SERIAL, _ROUNDED, _INDEPENDENT)
+        alone = contender in (_SERIAL, _ULP_APART, _INDEPENDENT)
         emulated = None if alone else self.emulated
         nodes = emulated.cluster.nodes_of_ranks if emulated else ("",) * count
         sent = send_recipe(self.recipe)

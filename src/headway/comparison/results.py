@@ -20,7 +20,7 @@ INDEPENDENT = "independent"
 """The name of the row of processes that never talk."""
 FOUR_DIGITS = 1e-4
 """Largest relative difference of two losses that count as equal."""
-_ROUNDINGS = 100.0
+_ROUNDING_FACTOR = 100.0
 """How many times as far as a last bit of the parameters other roundings of a step may lead."""
 
 
@@ -61,17 +61,17 @@ class SameWork:
         cls,
         losses: Sequence[float],
         expected: Sequence[float],
-        rounded: Sequence[float] | None = None,
+        ulp_apart: Sequence[float] | None = None,
     ) -> SameWork:
         """Step by step.
 
         Args:
-            rounded: Losses of the reference with parameters that began a last bit apart. Training
+            ulp_apart: Losses of the reference with parameters that began a last bit apart. Training
                 of some recipes doubles such a difference in every step.
         """
         apart = [_apart(one, other) for one, other in zip(losses, expected, strict=True)]
-        grown = map(_apart, expected if rounded is None else rounded, expected)
-        allowed = [max(FOUR_DIGITS, _ROUNDINGS * most) for most in accumulate(grown, max)]
+        grown = map(_apart, expected if ulp_apart is None else ulp_apart, expected)
+        allowed = [max(FOUR_DIGITS, _ROUNDING_FACTOR * most) for most in accumulate(grown, max)]
         differing = [n for n, value in enumerate(apart) if value > FOUR_DIGITS]
         step = next((n for n in differing if apart[n] > allowed[n]), None)
         if step is None:

@@ -77,7 +77,7 @@ class SerialShares(PlainLoop):
         return torch.stack(losses).sum()
 
 
-class SerialRounded(SerialShares):
+class SerialUlp(SerialShares):
     """The reference from parameters that differ in the last bit: how much rounding matters."""
 
     def prepare(self, job: FrameworkJob) -> None:
