@@ -217,3 +217,27 @@ def test_a_rank_whose_agent_has_ended_does_not_wait_for_it(monkeypatch):
     with pytest.raises(Stalled, match="nobody answers at"):
         join_rendezvous(place, patient(60))
     assert time.monotonic() - begun < patient(10)
+
+
+def test_the_store_of_an_old_world_may_close_at_any_request(monkeypatch):
+    """Rank 0 ends its world while rank 1, already in the next, has reached its store."""
+    place = LaunchEnv(ranks=2, launcher="environment", master_port=free_port())
+
+    def dying(requests: int) -> JobStore:
+        table, left = KeyTable(), iter(range(requests))
+
+        def ask(request):
+            if next(left, None) is None:
+                raise dist.DistNetworkError("the store of rank 0 has closed the connection")
+            return table.answer(request)
+
+        return JobStore(ask, 5.0)
+
+    old = map(dying, range(4))
+    reached = rendezvous.call_job_store
+    monkeypatch.setattr(rendezvous, "call_job_store", lambda *at: next(old, None) or reached(*at))
+    with ThreadPoolExecutor(2) as pool:
+        places = [place, replace(place, rank=1, node_rank=1)]
+        met = [pool.submit(join_rendezvous, each, patient(10), "hello") for each in places]
+        assert [each.result().notice for each in met] == ["hello", "hello"]
+    assert next(old, None) is None

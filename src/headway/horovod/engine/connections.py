@@ -198,7 +198,14 @@ def _meet_in_default_group(place: LaunchEnv) -> tuple[LaunchEnv, Any]:
         return place, None
     if rank > 0:
         address, _, port = str(broadcast_facts("")).rpartition(" ")
-        return place, call_job_store(address, int(port), _STORE_SECONDS)
+        store = call_job_store(address, int(port), _STORE_SECONDS)
+        if store is None:
+            raise Stalled(
+                f"rank 0 listens at {address} {port}, but cannot be reached there",
+                where=f"rank {rank}",
+                fix="Check that this machine can reach the other one.",
+            )
+        return place, store
     server, address = listen(place)
     port_ = server.getsockname()[1]
     store = host_job_store(server, _STORE_SECONDS)

@@ -78,13 +78,13 @@ def join_rendezvous(place: LaunchEnv, seconds: float, notice: str = "") -> Rende
     asks = place.agent_store or place.meeting
     found = _invitations(place, deadline) if asks else _encounters(place, deadline)
     for store in found:
-        # A count above one: this process reported here before, so it is the store of an old world.
-        if store.add(_key("arrived", place.rank), 1) > 1:
-            continue
-        _write(store, _key("attempt", place.rank), str(place.attempt))
-        meeting = _await_verdict(store, place, seconds, deadline)
-        if meeting is not None:
-            return meeting
+        # The store of an old world of rank 0 may close at any request.
+        with suppress(DistNetworkError, DistStoreError):
+            # A count above one: this process reported here before, so it is such a store.
+            if store.add(_key("arrived", place.rank), 1) > 1:
+                continue
+            _write(store, _key("attempt", place.rank), str(place.attempt))
+            return _await_verdict(store, place, seconds, deadline)
     raise _absent([0], place, seconds)
 
 
@@ -312,14 +312,15 @@ def _connect_torch(host: str, port: int) -> TCPStore | None:
 
 def _await_verdict(
     store: Store, place: LaunchEnv, seconds: float, deadline: float
-) -> RendezvousResult | None:
-    """Wait for rank 0 to announce that all are here; None: the store is gone."""
+) -> RendezvousResult:
+    """Wait for rank 0 to announce that all are here.
+
+    Raises:
+        DistNetworkError, DistStoreError: The store is gone.
+    """
     # Rank 0 gives up first and says who is missing; the others wait a little longer for that.
     for _ in _polls(deadline + 2.0):
-        try:
-            text = _read(store, _VERDICT)
-        except (DistNetworkError, DistStoreError):
-            return None
+        text = _read(store, _VERDICT)
         if text is not None:
             verdict = parse_json(text)
             if verdict["missing"]:
