@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
+from headway.atomic_files import write_atomically
 from headway.cache_folders import cache_folders
 from headway.comparison.frameworks.registry import FRAMEWORKS
 from headway.documents import nearest
@@ -559,9 +560,8 @@ def _read_marker(place: Path) -> _Marker | None:
 
 
 def _write_marker(place: Path, marker: _Marker) -> None:
-    aside = place / f"{MARKER}.part"
-    aside.write_text(f"{marker.made_of}\n{marker.seconds:.1f}\n{marker.megabytes:.1f}\n")
-    aside.replace(place / MARKER)
+    content = f"{marker.made_of}\n{marker.seconds:.1f}\n{marker.megabytes:.1f}\n"
+    write_atomically(place / MARKER, content)
 
 
 def _megabytes(place: Path) -> float:

@@ -31,6 +31,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NoReturn
 
+from headway.atomic_files import write_atomically
 from headway.errors import HeadwayError, WorkerFailed
 from headway.launch.emulation import EmulatedCluster, PacedCluster
 from headway.run.distributed.failure_record import (
@@ -54,16 +55,9 @@ _POLL_SECONDS = 0.1
 
 def watch_others(outbox: Path, place: LaunchEnv) -> None:
     """Start the watching thread of this worker."""
-    write_note(outbox / f"pid-{place.rank:05d}", str(os.getpid()).encode())
+    write_atomically(outbox / f"pid-{place.rank:05d}", str(os.getpid()))
     watcher = _Watcher(outbox, place)
     threading.Thread(target=watcher.run, name="headway-watch", daemon=True).start()
-
-
-def write_note(path: Path, content: bytes) -> None:
-    """Write a small file that is whole or absent."""
-    aside = path.with_name(f".{path.name}-{os.getpid()}")
-    aside.write_bytes(content)
-    aside.replace(path)
 
 
 def end_process(status: int, *, flush: bool = True) -> None:
@@ -214,7 +208,7 @@ class _Watcher:
         # The first note counts: deaths are ordered by it.
         if how == "gone" and not path.exists():
             with contextlib.suppress(OSError):
-                write_note(path, repr(time.time()).encode())
+                write_atomically(path, repr(time.time()))
         threading.Timer(GRACE_SECONDS[how], self._leave).start()
 
     def _was_lost(self, rank: int) -> bool:
@@ -223,7 +217,7 @@ class _Watcher:
     def _leave(self) -> None:
         # Else the launcher would take this rank's end for one of its own accord.
         with contextlib.suppress(OSError):
-            write_note(self._outbox / f"left-{self._rank:05d}", b"")
+            write_atomically(self._outbox / f"left-{self._rank:05d}", b"")
         end_process(ABANDONED, flush=False)
 
 
@@ -301,7 +295,7 @@ def _guard(job: Job, rank: int) -> int | None:
         In the worker, the number of its life, from 0; in the guardian None: the rank has ended.
     """
     guardian, ranks = os.getpid(), int(os.environ["WORLD_SIZE"])
-    write_note(job.outbox / f"guardian-{rank:05d}", str(guardian).encode())
+    write_atomically(job.outbox / f"guardian-{rank:05d}", str(guardian))
     passed: list[int] = []
     children: list[int] = []
 
@@ -343,7 +337,7 @@ def _guard(job: Job, rank: int) -> int | None:
             end_process(status)
         if passed or not others_go_on(job.outbox, rank, ranks):
             break
-        write_note(job.outbox / f"lost-{rank:05d}", signal.Signals(-status).name.encode())
+        write_atomically(job.outbox / f"lost-{rank:05d}", signal.Signals(-status).name)
         if life == job.returns:
             return None
     with contextlib.suppress(OSError):  # of SIGKILL, which has no handler
@@ -379,8 +373,8 @@ def _run_entry(job: Job, ending: WorkerExit, life: int) -> str:
         result = pickle.dumps(entry(place, *job.arguments))
         stopped_by = signals()
         if stopped_by:
-            write_note(job.outbox / f"stopped-{place.rank:05d}", stopped_by.encode())
-        write_note(job.outbox / f"result-{place.rank:05d}", result)
+            write_atomically(job.outbox / f"stopped-{place.rank:05d}", stopped_by)
+        write_atomically(job.outbox / f"result-{place.rank:05d}", result)
         return stopped_by or signals()
 
 

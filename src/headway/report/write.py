@@ -16,6 +16,7 @@ import jinja2
 from markupsafe import Markup
 
 from headway import __version__
+from headway.atomic_files import write_atomically
 from headway.errors import MissingExtra, UsageError
 from headway.report.history.reader import read_history
 from headway.report.history.records import LoggedWarning, RunHistory
@@ -169,7 +170,5 @@ def _tensorboard(history: RunHistory, directory: Path) -> tuple[Path | None, tup
 
 def _replace(path: Path, text: str) -> Path:
     """Write aside and rename; text that has no UTF-8 form (lone surrogates) becomes "?"."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(text.encode("utf-8", errors="replace"))
-    partial.replace(path)
+    write_atomically(path, text.encode("utf-8", errors="replace"))
     return path

@@ -40,6 +40,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
+from headway.atomic_files import write_atomically
 from headway.errors import RunError
 from headway.synchrony.actors import Address, Sender
 
@@ -233,9 +234,7 @@ class History:
     def save(self, path: Path) -> None:
         """Write one file: of each holder its address, and two bytes for each message."""
         parts = [_MAGIC, *(_chunk(holder, log) for holder, log in sorted(self.logs.items()))]
-        aside = path.with_name(f".{path.name}")
-        aside.write_bytes(b"".join(parts))
-        aside.replace(path)
+        write_atomically(path, b"".join(parts))
 
     @classmethod
     def load(cls, path: Path, *, killed: bool = False) -> History:

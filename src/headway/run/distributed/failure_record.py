@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from headway import errors
+from headway.atomic_files import write_atomically
 from headway.documents import parse_json, read_text, to_type
 from headway.errors import DocumentError, HeadwayError, PeerLost, WorkerFailed
 from headway.user_frames import innermost_user_frame
@@ -137,9 +138,7 @@ def write_failure(directory: Path, record: FailureRecord) -> None:
     # Without its parents: a run directory that was deleted is not made again.
     folder.mkdir(exist_ok=True)
     path = folder / f"attempt-{record.attempt}-rank-{record.rank:05d}.json"
-    aside = path.with_suffix(".partial")
-    aside.write_text(json.dumps(asdict(record), indent=1), encoding="utf-8")
-    aside.replace(path)
+    write_atomically(path, json.dumps(asdict(record), indent=1))
 
 
 def read_failures(directory: Path, attempt: int) -> list[FailureRecord]:

@@ -692,7 +692,7 @@ class FreeRun:
     def _let_in(self, heard: dict[int, MessageReader], folder: Path, made: JoinRequest) -> None:
         with self._holding:
             late = not self._present
-        made.answer.write_text("no" if late else "yes")
+        made.accept(not late)
         if late:
             return
         try:

@@ -18,6 +18,7 @@ from time import monotonic, sleep
 
 from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
+from headway.atomic_files import write_atomically
 from headway.channel.channel import Channel
 from headway.run.distributed.launch_env import RunEnding
 from headway.synchrony.actors import Address, Sender
@@ -58,6 +59,10 @@ class JoinRequest:
     def answer(self) -> Path:
         return self.path.with_name(self.path.name.replace("call", "answer", 1))
 
+    def accept(self, accepts: bool) -> None:
+        """Answer it: the others go on, or are about to end."""
+        write_atomically(self.answer, "yes" if accepts else "no")
+
 
 def calls_for(folder: Path, rank: int) -> list[JoinRequest]:
     """The calls for a rank that have not been answered."""
@@ -96,9 +101,7 @@ def call(
     """
     path = folder / f"call-{rank:05d}-{life}-{peer:05d}"
     made = JoinRequest(rank, life, step, path)
-    aside = folder / f".{path.name}"
-    aside.write_text(str(step))
-    aside.replace(path)
+    write_atomically(path, str(step))
     until = monotonic() + seconds
     while monotonic() < until:
         if made.answer.exists():
@@ -116,7 +119,7 @@ def call(
 
 def note_presence(folder: Path, rank: int) -> None:
     """From now on this process answers calls."""
-    (folder / f"there-{rank:05d}").write_text(str(os.getpid()))
+    write_atomically(folder / f"there-{rank:05d}", str(os.getpid()))
 
 
 def is_there(folder: Path, rank: int) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from headway.atomic_files import write_atomically
 from headway.channel.process_memory import keep_freed_memory
 from headway.checkpoint.format import Manifest
 from headway.checkpoint.save_plan import Holdings
@@ -402,7 +403,8 @@ class Training:
         if self._start_note is not None:
             # Without the state of a stream, which then reads to the position.
             begins = replace(cursor, stream=None).to_dict()
-            self._start_note.write_text(json.dumps([self.executor.steps_done, self._used, begins]))
+            noted = json.dumps([self.executor.steps_done, self._used, begins])
+            write_atomically(self._start_note, noted)
         return cursor
 
     def _restore(self) -> Cursor:

@@ -24,6 +24,7 @@ from tempfile import TemporaryFile
 from time import time
 from typing import Any
 
+from headway.atomic_files import write_atomically
 from headway.documents import nearest, parse_json
 from headway.errors import RunDirectoryTaken, RunError, UsageError, os_reason, shown_path
 from headway.plans import Plan
@@ -265,10 +266,7 @@ def _git_commit() -> dict[str, object]:
 
 
 def _write_json(path: Path, value: Mapping[str, object]) -> None:
-    # Whole or absent: a rank may be killed in the middle of it.
-    aside = path.with_suffix(".partial")
-    aside.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    aside.replace(path)
+    write_atomically(path, json.dumps(value, indent=2) + "\n")
 
 
 class EventLog:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from headway.atomic_files import write_atomically
 from headway.documents import nearest
 from headway.errors import RecipeError
 
@@ -142,7 +143,6 @@ def unknown_metric(target: Target, values: Mapping[str, float]) -> RecipeError:
 
 def write_outcome(directory: Path, ending: Ending, step: int, value: float | None) -> None:
     """Write outcome.json, whole or not at all."""
-    aside = directory / f"{OUTCOME}.partial"
     shown = value if value is not None and math.isfinite(value) else None
-    aside.write_text(json.dumps({"end": ending, "steps": step, "value": shown}) + "\n")
-    aside.replace(directory / OUTCOME)
+    content = json.dumps({"end": ending, "steps": step, "value": shown})
+    write_atomically(directory / OUTCOME, content + "\n")
