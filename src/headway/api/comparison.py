@@ -418,7 +418,8 @@ class _Comparison:
             framework=framework.name,
             processes=count,
             batch=self.batch,
-            target=min(self.expected[count]) if count in self.expected else None,
+            # The plain process runs once, for all numbers of processes.
+            target=min(self.expected.get(count, self.expected[self.counts[0]])),
         )
         if cell.failure:  # it would fail again, and take its time limit each time
             return
