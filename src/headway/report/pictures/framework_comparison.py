@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SIZE = (760, 340)
+_MARKS = ("o", "s", "D", "^", "v", "P", "X")
+_DASHES = ("solid", "dashed", "dotted", "dashdot")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,26 +69,33 @@ def _most(points: Sequence[FrameworkPoint]) -> list[FrameworkPoint]:
     return [point for point in points if point.processes == most]
 
 
-def _hues(points: Sequence[FrameworkPoint]) -> dict[str, str]:
-    names = dict.fromkeys(point.framework for point in points)
-    return {name: colour(f"series-{n % NUM_SERIES}") for n, name in enumerate(names)}
+@dataclass(frozen=True)
+class _Look:
+    """How a framework is drawn: colours repeat, marks and dashes then differ."""
+
+    hue: str
+    mark: str
+    dash: str
 
 
-def _marks(points: Sequence[FrameworkPoint]) -> dict[str, str]:
-    """Colours repeat: the marks then differ."""
-    names = dict.fromkeys(point.framework for point in points)
-    return {name: "osD^vPX"[n // NUM_SERIES % 7] for n, name in enumerate(names)}
+def _looks(points: Sequence[FrameworkPoint]) -> dict[str, _Look]:
+    found = {}
+    for number, name in enumerate(dict.fromkeys(point.framework for point in points)):
+        again, hue = divmod(number, NUM_SERIES)
+        mark, dash = _MARKS[again % len(_MARKS)], _DASHES[again % len(_DASHES)]
+        found[name] = _Look(colour(f"series-{hue}"), mark, dash)
+    return found
 
 
 def _time(figure: Figure, points: Sequence[FrameworkPoint]) -> None:
     left, right = _pair(figure)
-    hues, marks = _hues(points), _marks(points)
+    looks = _looks(points)
     counts = sorted({point.processes for point in points})
-    for number, name in enumerate(hues):
+    for number, (name, look) in enumerate(looks.items()):
         own = [point for point in points if point.framework == name]
         # Beside each other, so that no interval hides another.
         places = [
-            counts.index(point.processes) + 0.5 * (number / max(1, len(hues) - 1) - 0.5)
+            counts.index(point.processes) + 0.5 * (number / max(1, len(looks) - 1) - 0.5)
             for point in own
         ]
         values = [point.step[0] for point in own]
@@ -94,11 +103,9 @@ def _time(figure: Figure, points: Sequence[FrameworkPoint]) -> None:
             [point.step[0] - point.step[1] for point in own],
             [point.step[2] - point.step[0] for point in own],
         )
-        style: dict[str, Any] = {"color": hues[name], "markersize": 5, "label": name}
-        left.errorbar(places, values, yerr=errors, fmt=marks[name], linewidth=1.5, **style)
-        right.plot(
-            places, [p.batch / p.step[0] for p in own], marks[name], linestyle="none", **style
-        )
+        style: dict[str, Any] = {"color": look.hue, "markersize": 5, "label": name}
+        left.errorbar(places, values, yerr=errors, fmt=look.mark, linewidth=1.5, **style)
+        right.plot(places, [p.batch / p.step[0] for p in own], look.mark, linestyle="none", **style)
     for axes, title in ((left, "seconds of a step"), (right, "samples per second")):
         axes.set_ylabel(title, color=colour("muted"))
         axes.set_xlabel("processes", color=colour("muted"))
@@ -110,11 +117,12 @@ def _time(figure: Figure, points: Sequence[FrameworkPoint]) -> None:
 
 def _learning(figure: Figure, points: Sequence[FrameworkPoint]) -> None:
     left, right = _pair(figure)
-    hues = _hues(points)
+    looks = _looks(points)
     for point in _most(points):
         samples = [point.batch * (n + 1) for n in range(len(point.losses))]
         line: dict[str, Any] = {
-            "color": hues[point.framework],
+            "color": looks[point.framework].hue,
+            "linestyle": looks[point.framework].dash,
             "linewidth": 1.2,
             "label": point.framework,
         }
@@ -128,13 +136,13 @@ def _learning(figure: Figure, points: Sequence[FrameworkPoint]) -> None:
 
 
 def _costs(figure: Figure, points: Sequence[FrameworkPoint]) -> None:
-    most, hues = _most(points), _hues(points)
+    most, looks = _most(points), _looks(points)
     kinds = list(most[0].costs)
     names = [point.framework for point in most]
     for number, kind in enumerate(kinds):
         axes = plain_axes(figure, place=(1, len(kinds), number + 1), grid="x")
         values = [point.costs[kind] or 0.0 for point in most]
-        axes.barh(range(len(most)), values, color=[hues[name] for name in names], height=0.7)
+        axes.barh(range(len(most)), values, color=[looks[name].hue for name in names], height=0.7)
         axes.set_yticks(range(len(most)), names if number == 0 else [""] * len(most))
         axes.invert_yaxis()
         axes.set_xlabel(kind, color=colour("muted"))
@@ -151,6 +159,6 @@ def _shared_legend(figure: Figure, axes: Axes) -> None:
         ncols=6,
         frameon=False,
         labelcolor=colour("ink"),
-        handlelength=1.2,
+        handlelength=1.8,
         columnspacing=1.2,
     )
