@@ -27,7 +27,7 @@ def data():
 
 def recipe():
     return Recipe(
-        name="small", model=lambda: nn.Linear(4, 3), data=data,
+        name="small", model=lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 3)), data=data,
         loss=criterion(nn.CrossEntropyLoss()),
         optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.5), batch=8, stop="9 steps",
     )
@@ -77,6 +77,7 @@ def test_the_same_work_is_said_to_be_equal(compared):
         assert cells[name]["work"]["step"] is None
         assert cells[name]["work"]["difference"] < 1e-5
         assert set(cells[name]["rounds"]) == set(cells["serial"]["rounds"]) == {"0", "1"}
+        assert cells[name]["work"]["note"] == "without dropout"  # which each draws in its own way
     assert cells["users:Wrong"]["work"]["step"] == 0
 
 

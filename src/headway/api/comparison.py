@@ -292,6 +292,8 @@ class _Contender:
         return cls(framework=framework, environment=find_environment(framework.environment, folder))
 
 
+_WITHOUT_DROPOUT = "without dropout"
+_STILL_DRAWS = "without dropout; the model draws other random numbers"
 _PLAIN_MODULE = PLAIN.partition(":")[0]
 _SERIAL = _Contender(
     framework=Framework(
@@ -322,8 +324,10 @@ class _Comparison:
 
     Attributes:
         cells: By framework and number of processes.
-        expected: By number of processes, the losses of the serial reference.
-        ulp_apart: The same of parameters a last bit apart; made once some losses differ.
+        reached: By number of processes, the losses of the serial reference.
+        expected: Those that the others must have: the same, or without dropout.
+        draws: Of a recipe that draws random numbers in each step: what is said of the losses.
+        ulp_apart: As `expected`, of parameters a last bit apart; made once some losses differ.
     """
 
     recipe: Recipe | str
@@ -339,7 +343,9 @@ class _Comparison:
     directory: Path
     cells: dict[tuple[str, int], Cell] = field(default_factory=dict)
     plans: dict[int, Plan] = field(default_factory=dict)
+    reached: dict[int, tuple[float, ...]] = field(default_factory=dict)
     expected: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    draws: str = ""
     ulp_apart: dict[int, tuple[float, ...] | None] = field(default_factory=dict)
     model_bytes: int = 0
 
@@ -402,13 +408,17 @@ class _Comparison:
         """The losses that all must have: those of one process, share by share."""
         try:
             result = self._run(_SERIAL, 1, 0, shares=count)
+            self.reached[count] = self.expected[count] = result.losses
+            if result.draws:
+                still = self._run(_SERIAL, 1, 0, shares=count, dropout=False)
+                self.expected[count] = still.losses
+                self.draws = _STILL_DRAWS if still.draws else _WITHOUT_DROPOUT
         except TrialFailed as failure:
             raise RunError(
                 "the recipe does not train in one plain process",
                 why=f"{failure}.",
                 fix=f"See what it has printed: {self._folder(_SERIAL, 1, 0, count)}.",
             ) from None
-        self.expected[count] = result.losses
         self.model_bytes = result.model_bytes
 
     def _try(self, contender: _Contender, count: int, number: int) -> None:
@@ -419,7 +429,7 @@ class _Comparison:
             processes=count,
             batch=self.batch,
             # The plain process runs once, for all numbers of processes.
-            target=min(self.expected.get(count, self.expected[self.counts[0]])),
+            target=min(self.reached.get(count, self.reached[self.counts[0]])),
         )
         if cell.failure:  # it would fail again, and take its time limit each time
             return
@@ -431,17 +441,13 @@ class _Comparison:
             if framework.name == "headway-auto" and number == 0:
                 cell = self._planned(cell)
             result = self._run(contender, count, number)
+            work = cell.work
+            if number == 0 and framework.name not in (REFERENCE, INDEPENDENT):
+                work = self._same_work(contender, count, result)
         except TrialFailed as failure:
             self.cells[key] = replace(cell, failure=str(failure))
             _LOG.warning("%s on %s: %s", framework.name, counted(count, "process"), failure)
             return
-        work = cell.work
-        if number == 0 and framework.name not in (REFERENCE, INDEPENDENT):
-            work = SameWork.compare(result.losses, self.expected[count])
-            if work.step is not None:
-                work = SameWork.compare(
-                    result.losses, self.expected[count], self._losses_ulp_apart(count)
-                )
         self.cells[key] = replace(cell, rounds={**cell.rounds, number: result}, work=work)
         _LOG.info(
             "round %d, %s on %s: %s a step%s",
@@ -449,12 +455,27 @@ class _Comparison:
             format_seconds(result.median), f", losses {work}" if number == 0 and work else "",
         )  # fmt: skip
 
+    def _same_work(self, contender: _Contender, count: int, result: TrialResult) -> SameWork:
+        """Of a first round.
+
+        Raises:
+            TrialFailed: Without dropout the framework does not get through.
+        """
+        losses, expected = result.losses, self.expected[count]
+        if self.draws:
+            losses = self._run(contender, count, 0, dropout=False).losses
+        work = SameWork.compare(losses, expected)
+        if work.step is not None:
+            work = SameWork.compare(losses, expected, self._losses_ulp_apart(count))
+        return replace(work, note=self.draws)
+
     def _losses_ulp_apart(self, count: int) -> tuple[float, ...] | None:
         """Of the reference from parameters a last bit apart; None: it does not train."""
         if count not in self.ulp_apart:
             self.ulp_apart[count] = None
             with contextlib.suppress(TrialFailed):
-                self.ulp_apart[count] = self._run(_ULP_APART, 1, 0, shares=count).losses
+                apart = self._run(_ULP_APART, 1, 0, shares=count, dropout=not self.draws)
+                self.ulp_apart[count] = apart.losses
         return self.ulp_apart[count]
 
     def _planned(self, cell: Cell) -> Cell:
@@ -483,11 +504,20 @@ class _Comparison:
             predicted=None if plan.prediction is None else plan.prediction.seconds,
         )
 
-    def _run(self, contender: _Contender, count: int, number: int, shares: int = 0) -> TrialResult:
+    def _run(
+        self,
+        contender: _Contender,
+        count: int,
+        number: int,
+        shares: int = 0,
+        *,
+        dropout: bool = True,
+    ) -> TrialResult:
         """A trial.
 
         Args:
             shares: Of the serial reference; 0: this trial is none.
+            dropout: As the recipe has it; else the trial is for its losses only.
 
         Raises:
             TrialFailed: The framework did not get through.
@@ -495,6 +525,8 @@ class _Comparison:
         environment = contender.environment
         assert isinstance(environment, Environment)
         folder = self._folder(contender, count, number, shares)
+        if not dropout:
+            folder = folder.with_name(f"{folder.name}-without-dropout")
         folder.mkdir(parents=True)
         # Processes that never talk, and one alone, are not behind links.
         alone = contender in (_SERIAL, _ULP_APART, _INDEPENDENT)
@@ -512,6 +544,7 @@ class _Comparison:
                 steps=self.steps,
                 plan=self.plans.get(count) if contender.framework.name == "headway-auto" else None,
                 shares=max(1, shares),
+                dropout=dropout,
                 emulated=emulated,
                 node=nodes[rank],
                 # One process of each node counts for all of them.

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from headway.comparison.dropout import turn_off_dropout
 from headway.data import Cursor, Loader
 from headway.data.source import Source
 from headway.plans import BatchSplit, Plan
@@ -48,6 +49,8 @@ class FrameworkJob:
         ranks: How many processes there are.
         plan: Of headway; None: data parallelism.
         shares: Into how many the serial reference cuts each batch.
+        dropout: As the model has it; else it is off, and frameworks that draw differently have
+            equal losses.
     """
 
     recipe: Recipe
@@ -55,6 +58,7 @@ class FrameworkJob:
     ranks: int
     plan: Plan | None = None
     shares: int = 1
+    dropout: bool = True
 
     @property
     def batch(self) -> int:
@@ -63,7 +67,10 @@ class FrameworkJob:
 
     def model(self) -> nn.Module:
         """The model in training mode; every process gets the same numbers."""
-        return build_model(self.recipe)
+        model = build_model(self.recipe)
+        if not self.dropout:
+            turn_off_dropout(model)
+        return model
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         """The recipe's optimiser of a model, wrapped or not."""

@@ -48,6 +48,7 @@ class SameWork:
         loss: Of that step, and `expected` of the reference; None where none differs.
         rounding: The first step with another loss that rounding alone explains; None: there is
             none.
+        note: How both were made comparable, or why they could not be; "": nothing had to be done.
     """
 
     difference: float
@@ -55,6 +56,7 @@ class SameWork:
     loss: float | None = None
     expected: float | None = None
     rounding: int | None = None
+    note: str = ""
 
     @classmethod
     def compare(
@@ -79,6 +81,10 @@ class SameWork:
         return cls(difference=max(apart), step=step, loss=losses[step], expected=expected[step])
 
     def __str__(self) -> str:
+        return f"{self._verdict}, {self.note}" if self.note else self._verdict
+
+    @property
+    def _verdict(self) -> str:
         if self.rounding is not None:
             return (
                 f"equal until rounding has grown, at step {self.rounding + 1}: "

@@ -53,6 +53,7 @@ class TrialResult:
         sent_bytes: Of a step and process, the mean, with all headers; None where one process alone
             cannot send, or nobody counts.
         model_bytes: Of the parameters of the first process's model.
+        draws: Whether a step draws random numbers, as dropout does.
     """
 
     seconds: tuple[float, ...]
@@ -63,6 +64,7 @@ class TrialResult:
     peak_bytes: int
     sent_bytes: float | None
     model_bytes: int
+    draws: bool = False
 
     @property
     def median(self) -> float:
@@ -242,4 +244,5 @@ def _joined(readings: Sequence[RankReadings], began: float, steps: int) -> Trial
         peak_bytes=max(one.peak_bytes for one in readings),
         sent_bytes=sum(counts) / steps / len(readings) if counts else None,
         model_bytes=readings[0].model_bytes,
+        draws=any(one.draws for one in readings),
     )

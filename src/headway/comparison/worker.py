@@ -45,6 +45,7 @@ class WorkerJob:
         steps: That are measured.
         plan: For headway; None: data parallelism.
         shares: Into how many the serial reference cuts each batch.
+        dropout: As the model has it; else off.
         node: The emulated node of this process.
         interface: Whose bytes are counted; "": another process counts them.
         folder: For the readings.
@@ -60,6 +61,7 @@ class WorkerJob:
     steps: int
     plan: Plan | None
     shares: int
+    dropout: bool
     emulated: EmulatedCluster | None
     node: str
     interface: str
@@ -79,6 +81,7 @@ class RankReadings:
         peak_bytes: The most resident memory that the process ever had.
         sent_bytes: Through the interface in the measured steps; None: another process counts.
         model_bytes: Of the parameters of the adapter's `model` that this process holds.
+        draws: Whether the first step has drawn from torch's generator, as dropout does.
     """
 
     first: float
@@ -88,6 +91,7 @@ class RankReadings:
     peak_bytes: int
     sent_bytes: int | None
     model_bytes: int
+    draws: bool
 
 
 def readings_file(folder: Path, rank: int) -> Path:
@@ -149,12 +153,16 @@ def _measure(job: WorkerJob, adapter: FrameworkAdapter, given: FrameworkJob) -> 
     losses: list[float | None] = []
     stamps: list[float] = []
     first = cpu = 0.0
-    sent = 0
+    sent, draws = 0, False
     batches = _batches(adapter, given, job)
     for step in range(job.warm_up + job.steps):
         if step == job.warm_up:
             cpu, sent = _cpu_seconds(), _sent_bytes(job.interface)
-        loss = adapter.step(next(batches))
+        batch = next(batches)
+        before = _generator_state() if step == 0 else None
+        loss = adapter.step(batch)
+        if before is not None:
+            draws = before != _generator_state()
         # As a loop does that prints it; it also ends whatever the step has left to be done.
         number = loss if loss is None or isinstance(loss, float) else loss.detach()
         losses.append(None if number is None else _finite(float(number), step))
@@ -172,6 +180,7 @@ def _measure(job: WorkerJob, adapter: FrameworkAdapter, given: FrameworkJob) -> 
         peak_bytes=peak,
         sent_bytes=sent if job.interface else None,
         model_bytes=model_bytes,
+        draws=draws,
     )
 
 
@@ -188,6 +197,7 @@ def _prepare(job: WorkerJob) -> tuple[FrameworkAdapter, FrameworkJob]:
         ranks=job.ranks,
         plan=job.plan,
         shares=job.shares,
+        dropout=job.dropout,
     )
     adapter.start(given)
     adapter.prepare(given)
@@ -205,6 +215,12 @@ def _parameter_bytes(model: Any) -> int:
     # Of a DTensor, as FSDP2 makes them, this process's part.
     own = [one.to_local() if hasattr(one, "to_local") else one for one in parameters]
     return sum(one.numel() * one.element_size() for one in own)
+
+
+def _generator_state() -> bytes:
+    import torch
+
+    return torch.get_rng_state().numpy().tobytes()
 
 
 def _finite(loss: float, step: int) -> float:

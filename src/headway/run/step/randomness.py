@@ -200,12 +200,17 @@ def is_compiled(model: nn.Module) -> bool:
     )
 
 
-class _DrawMode(TorchDispatchMode):
+@cache
+def _may_draw(func: Any) -> bool:
+    """Whether an operator may draw from a generator."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+class _DrawDispatch:
     """Passes every operator on, but for those that may draw from the global generator."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
+    # In a class without the mode as a base, which would wrap it against being compiled: twice the
+    # time of each operator of the forward pass, and nothing is compiled here (`uncompiled`).
     def __torch_dispatch__(
         self,
         func: Any,
@@ -215,14 +220,18 @@ class _DrawMode(TorchDispatchMode):
     ) -> Any:
         keywords = kwargs or {}
         # Draws from a generator of the user's own are theirs.
-        may_draw = torch.Tag.nondeterministic_seeded in func.tags
-        if may_draw and keywords.get("generator") is None:
+        if _may_draw(func) and keywords.get("generator") is None:
             return self.on_draw(func, args, keywords)
         return func(*args, **keywords)
 
     @abstractmethod
     def on_draw(self, func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Call an operator that may draw."""
+
+
+class _DrawMode(_DrawDispatch, TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
 
 _FUSED_ATTENTION = (
