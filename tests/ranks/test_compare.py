@@ -9,6 +9,8 @@ import pytest
 
 from support.commands import headway_here
 
+# The fixture below starts some forty processes, and two of them hang until their limit.
+pytestmark = pytest.mark.timeout(400)
 USERS = """
 import os, time
 import torch
