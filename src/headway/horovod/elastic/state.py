@@ -145,9 +145,6 @@ class _Kept:
         self.saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        reducer = getattr(self.value, "horovod_reducer", None)
-        if reducer is not None:  # gradients of a step that was given up
-            reducer.forget()
         self.value.load_state_dict(copy.deepcopy(self.saved))
 
     def sync(self) -> None:

@@ -23,7 +23,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import DistStoreError  # type: ignore[attr-defined]
+from torch.distributed import DistStoreError
 
 from headway.channel.facts import broadcast_facts, gather_facts
 from headway.channel.job_secret import job_secret, seal, sign, unseal
