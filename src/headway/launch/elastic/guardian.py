@@ -8,7 +8,6 @@ of the connection, that the worker is to end. Imports no torch.
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import select
 import signal
@@ -16,6 +15,8 @@ import subprocess
 import sys
 from contextlib import suppress
 from typing import Any
+
+from headway.documents import parse_json
 
 GRACE_SECONDS = 5.0
 """Between the request to end and the kill."""
@@ -75,4 +76,4 @@ if __name__ == "__main__":
     # The group of a terminal gets Ctrl-C, of which the launcher hears, too.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     line = sys.stdin.buffer.readline()
-    os._exit(guard(json.loads(line), sys.stdin.fileno()) if line else 0)
+    os._exit(guard(parse_json(line.decode()), sys.stdin.fileno()) if line else 0)

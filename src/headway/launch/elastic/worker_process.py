@@ -79,7 +79,10 @@ class ElasticProcess:
 
     def status(self) -> int | None:
         """Its exit status; None: it runs."""
-        return self._process.poll()
+        status = self._process.poll()
+        if status is not None:
+            self.stop()  # closes what leads to it
+        return status
 
     def stop(self) -> None:
         """Have it end, and all that it has started; does not wait."""
