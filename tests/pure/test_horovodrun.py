@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headway.errors import UsageError
+from headway.launch.elastic.settings import ElasticSettings, SshOptions
 from headway.launch.horovodrun.arguments import OPTIONS, commands_by_host, parse_horovodrun
 
 
@@ -40,6 +41,33 @@ def test_what_the_horovod_interface_goes_by_is_handed_on():
     assert found.notes == ()
 
 
+def test_an_elastic_job():
+    found = parse(
+        "-np 3 --min-np 2 --max-np 4 --slots 2 --elastic-timeout 30 --reset-limit 5 -p 23 -i key "
+        "--blacklist-cooldown-range 10 60 --network-interfaces eth1,eth2 "
+        "--host-discovery-script ./hosts.sh a.py"
+    )
+    assert found.notes == ()
+    assert (found.hosts, found.processes) == ((), 3)
+    assert found.elastic == ElasticSettings(
+        start_processes=3,
+        min_processes=2,
+        max_processes=4,
+        script="./hosts.sh",
+        default_slots=2,
+        seconds=30,
+        reset_limit=5,
+        cooldown=(10, 60),
+        interface="eth1",
+        ssh=SshOptions(port=23, identity="key"),
+    )
+    alone = parse("--min-np 2 -H a:1,b:2 a.py").elastic
+    assert alone is not None
+    assert (alone.start_processes, alone.hosts, alone.reset_limit) == (2, {"a": 1, "b": 2}, None)
+    # Without either of the two options they say nothing.
+    assert [note.split()[0] for note in parse("-np 2 --max-np 4 a.py").notes] == ["--max-np"]
+
+
 def test_every_option_is_used_or_says_why_not():
     names = [name for option in OPTIONS for name in option.names]
     assert len(set(names)) == len(names)
@@ -49,7 +77,14 @@ def test_every_option_is_used_or_says_why_not():
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("-np 2 --min-np 1 --max-np 4 --config-file c.yaml a.py", "no --min-np, --max-np, --conf"),
+        ("-np 2 --check-build --config-file c.yaml a.py", "no --check-build, --config-file"),
+        ("-np 2 --min-np 3 -H a:2,b:2 a.py", "--min-np 3, -np 2 and --max-np none contradict"),
+        ("-np 2 --max-np 1 --host-discovery-script s a.py", "-np 2 and --max-np 1 contradict"),
+        ("-np 2 --min-np 1 a.py", "none is given"),
+        ("-np 2 -H a:2 --host-discovery-script s a.py", "both are given"),
+        ("-np 2 --min-np 1 -H a:1 a.py", "2 processes on 1 slot"),
+        ("--min-np 1 -H a:1 --blacklist-cooldown-range 9 3 a.py", "9 3 is no range"),
+        ("--min-np 1 -H a:1 --blacklist-cooldown-range 9 x a.py", "x is not a whole number"),
         ("-np 2 --tmeline-filename x a.py", "did you mean --timeline-filename"),
         ("-np two a.py", "-np two is not a whole number of at least 1"),
         ("-np 2 --cycle-time-ms nan a.py", "--cycle-time-ms nan is not a number"),

@@ -180,6 +180,7 @@ def test_errors_and_parameters_that_come_and_go(world):
         ({"named_parameters": [parameter for _, parameter in own]}, "tuples"),
         ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "predivide"),
         ({"groups": -1}, "groups"),
+        ({"groups": 0}, "groups"),
         ({"groups": [own[0][1]]}, "groups"),
         ({"groups": [["a"]]}, "parameters"),
         ({"groups": [[own[0][1]], [own[0][1]]]}, "two groups"),

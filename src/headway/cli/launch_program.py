@@ -1,4 +1,4 @@
-"""`headway launch -np N python SCRIPT.py`: processes of this machine, started as by horovodrun."""
+"""`headway launch -np N python SCRIPT.py`: processes, started as by horovodrun."""
 
 from __future__ import annotations
 
@@ -24,11 +24,17 @@ def launch_program(
     """Start a Python program on processes of this machine, with the arguments of horovodrun.
 
     headway launch -np 2 python train.py --lr 0.1
+    headway launch -np 2 --min-np 1 --host-discovery-script ./hosts.sh python train.py
 
     Used: -np N, -H HOST:SLOTS, --hostfile FILE, --output-filename FOLDER (in place of the
     terminal), --reset-limit N, and what headway.horovod goes by: fusion, cycle time, time-outs,
     timeline. Options of horovodrun that headway does not need are named with the reason; those that
     it cannot do are refused. For other hosts than this one the command for each is printed.
+
+    With --min-np N or --host-discovery-script COMMAND the job is elastic: workers start and end
+    with the hosts that the command prints (HOST:SLOTS), other hosts than this one through ssh. Then
+    also --max-np N, --slots-per-host N, --elastic-timeout SECONDS, --reset-limit N (changes of
+    workers), --blacklist-cooldown-range MIN MAX, --network-interfaces NAME, -p PORT and -i FILE.
 
     Args:
         words: Options of horovodrun, then the program with its arguments.
@@ -39,6 +45,19 @@ def launch_program(
     _check_hosts(request)
     if request.command[0] != "-m" and not Path(request.command[0]).is_file():
         raise UsageError("there is no such file", where=request.command[0])
+    output = None if request.output is None else request.output.absolute()
+    if request.elastic is not None:
+        from headway.launch.elastic.driver import run_elastic
+
+        return exit_code(
+            run_elastic(
+                request.command,
+                request.elastic,
+                variables=request.variables,
+                output=output,
+                tell=note,
+            )
+        )
     from headway.launch.local import launch_local
     from headway.launch.restart_policy import RestartPolicy
 
@@ -48,7 +67,7 @@ def launch_program(
             request.command,
             # The ranks of a program meet at rank 0's port; workers of headway need none.
             {**request.variables, "MASTER_PORT": str(free_port())},
-            None if request.output is None else request.output.absolute(),
+            output,
         ),
         processes=request.processes,
         policy=RestartPolicy(limit=request.restarts),

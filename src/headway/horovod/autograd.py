@@ -25,8 +25,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str | None, facts: tuple[Any, ...], *tensors: Tensor) -> Any:
         ctx.facts = facts
-        found = synchronize(operations.grouped_allreduce_async(tensors, None, name, *facts))
-        return tuple(found)
+        return synchronize(operations.grouped_allreduce_async(tensors, None, name, *facts))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -39,7 +38,7 @@ class _AllGather(torch.autograd.Function):
     def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> Any:
         ctx.process_set = process_set
         ctx.rows = [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors]
-        return tuple(synchronize(operations.grouped_allgather_async(tensors, name, process_set)))
+        return synchronize(operations.grouped_allgather_async(tensors, name, process_set))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -105,10 +104,8 @@ class _ReduceScatter(torch.autograd.Function):
     ) -> Any:  # fmt: skip
         ctx.process_set = process_set
         ctx.factor = scales[0] * scales[1] * (len(process_set.members()) if op == Sum else 1)
-        return tuple(
-            synchronize(
-                operations.grouped_reducescatter_async(tensors, name, op, process_set, *scales)
-            )
+        return synchronize(
+            operations.grouped_reducescatter_async(tensors, name, op, process_set, *scales)
         )
 
     @staticmethod
@@ -174,9 +171,9 @@ def grouped_allgather(
     tensors: Sequence[Tensor],
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> list[Tensor]:
+) -> tuple[Tensor, ...]:
     """Concatenate several tensors of all ranks as one operation; see `allgather_async`."""
-    return list(_apply(_AllGather, name, process_set, *tensors))
+    return tuple(_apply(_AllGather, name, process_set, *tensors))
 
 
 def allgather(

@@ -12,14 +12,16 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from headway.errors import UsageError
+from headway.errors import Stalled, UsageError
 from headway.horovod.engine.connections import Meeting, meet
 from headway.horovod.engine.engine import Engine, Operation
 from headway.horovod.engine.process_set import ProcessSet
 from headway.horovod.engine.request import GLOBAL_SET, Request
 from headway.horovod.engine.settings import HorovodSettings
 from headway.horovod.engine.trace import OperationTrace
-from headway.run.distributed.launch_env import LaunchEnv, horovod_variables
+from headway.horovod.exceptions import HorovodInternalError, RankRemoved
+from headway.run.distributed.elastic_world import ElasticMember
+from headway.run.distributed.launch_env import ElasticCaller, LaunchEnv, horovod_variables
 
 global_process_set = ProcessSet([])
 """All ranks."""
@@ -35,6 +37,10 @@ class Session:
         self._counts: dict[tuple[str, int], Iterator[int]] = {}
         self._joins = 0
         self._at_exit = False
+        self.member: ElasticMember | None = None
+        """Of an elastic job, of which this process is a worker from its first `start` on."""
+        self.newcomers = False
+        """Whether a rank of this session was not in the one before; it has no state."""
 
     @property
     def engine(self) -> Engine:
@@ -59,10 +65,38 @@ class Session:
         return self._engine is not None
 
     def start(self, process_sets: Sequence[ProcessSet]) -> None:
-        """Meet the others, start the engine, register process sets; collective."""
+        """Meet the others, start the engine, register process sets; collective.
+
+        Raises:
+            RankRemoved: The elastic job goes on without this process.
+        """
         settings = HorovodSettings.of(horovod_variables())
-        self._meeting = meet(LaunchEnv.here(), settings.start_seconds)
-        self._engine = Engine(self._meeting, settings)
+        caller = ElasticCaller.here()
+        if caller is None:
+            self._begin(meet(LaunchEnv.here(), settings.start_seconds), settings, process_sets)
+            return
+        if self.member is None:
+            self.member = ElasticMember(caller)
+        while True:
+            world, store = self.member.next_world()
+            place = self.member.place(world)
+            if place is None:
+                raise RankRemoved
+            try:
+                meeting = meet(place, settings.start_seconds, store, self.member.over)
+                self._begin(meeting, settings, process_sets)
+            except (HorovodInternalError, Stalled, OSError):
+                # Some rank of this world is gone; the launcher, if it lives, makes another one.
+                self.end()
+                continue
+            self.newcomers = world.newcomers
+            return
+
+    def _begin(
+        self, meeting: Meeting, settings: HorovodSettings, process_sets: Sequence[ProcessSet]
+    ) -> None:
+        self._meeting = meeting
+        self._engine = Engine(meeting, settings)
         self._engine.start()
         # Names that are made up must be the same on all ranks, also on one that comes back.
         self._counts, self._joins = {}, 0

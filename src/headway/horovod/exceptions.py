@@ -28,3 +28,10 @@ class HostsUpdatedInterrupt(RuntimeError):
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__("the ranks of this job are about to change")
         self.skip_sync = skip_sync
+
+
+class RankRemoved(SystemExit):
+    """The elastic job goes on without this process, which ends with status 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0)

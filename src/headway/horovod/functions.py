@@ -68,7 +68,8 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give all ranks the options and the state of an optimizer of one rank.
 
-    The others need not have made a step: they get what the root has, or lose what it has not.
+    The others need not have made a step: they get what the root has, or lose what it has not. Where
+    no step has been made, parameters without a gradient get one of zero, as in Horovod.
 
     Args:
         root_rank: The global rank that sends.
@@ -79,6 +80,10 @@ def broadcast_optimizer_state(
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
+    if not optimizer.state:
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
     here = rank() == root_rank
     tensors: list[Tensor] = []
     form = _without_tensors(optimizer.state_dict(), tensors) if here else None

@@ -61,7 +61,9 @@ def which_op(average: bool | None, op: int | None) -> HorovodOp:
     """
     if average is not None:
         if op is not None:
-            raise InvalidArgument("The op parameter supersedes average. Please provide only one.")
+            raise InvalidArgument(
+                "The op parameter supersedes average. Please provide only one of them."
+            )
         warnings.warn(
             "Parameter `average` has been replaced with `op`", DeprecationWarning, stacklevel=3
         )
@@ -252,8 +254,8 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Operation:
-    """As `allreduce_async`, of several tensors as one operation; gives a list."""
-    outs = [torch.empty_like(tensor, requires_grad=False) for tensor in tensors]
+    """As `allreduce_async`, of several tensors as one operation; gives a tuple."""
+    outs = tuple(torch.empty_like(tensor, requires_grad=False) for tensor in tensors)
     chosen = which_op(average, op)
     return _allreduce(
         tensors, outs, outs, name, chosen, prescale_factor, postscale_factor, process_set
@@ -270,7 +272,7 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Operation:
     """As `grouped_allreduce_async`, in place."""
-    tensors, chosen = list(tensors), which_op(average, op)
+    tensors, chosen = tuple(tensors), which_op(average, op)
     return _allreduce(
         tensors, tensors, tensors, name, chosen, prescale_factor, postscale_factor, process_set
     )
@@ -334,7 +336,7 @@ def _gathered(
     devices = [tensor.device for tensor in tensors]
 
     def result(found: Sequence[Tensor]) -> Any:
-        moved = [tensor.to(device) for tensor, device in zip(found, devices, strict=True)]
+        moved = tuple(tensor.to(device) for tensor, device in zip(found, devices, strict=True))
         return moved[0] if single else moved
 
     return _submit(kind, tensors, name, process_set, result=result, **facts)
@@ -355,7 +357,7 @@ def grouped_allgather_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Operation:
-    """As `allgather_async`, of several tensors as one operation; gives a list."""
+    """As `allgather_async`, of several tensors as one operation; gives a tuple."""
     return _gathered(tensors, "allgather", name, process_set, single=False)
 
 
@@ -505,7 +507,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Operation:
-    """As `reducescatter_async`, of several tensors as one operation; gives a list."""
+    """As `reducescatter_async`, of several tensors as one operation; gives a tuple."""
     return _reducescatter(tensors, name, op, process_set, prescale_factor, postscale_factor, False)
 
 

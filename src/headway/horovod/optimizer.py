@@ -224,6 +224,11 @@ class DistributedStep(torch.optim.Optimizer):
         if not self.horovod_reducer.alone:
             self.horovod_reducer.synchronize()
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Begin anew from a state: gradients of a step that was given up are forgotten."""
+        self.horovod_reducer.forget()
+        super().load_state_dict(state_dict)
+
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Add up the gradients of so many backward passes from now on."""
         reducer = self.horovod_reducer
@@ -287,7 +292,7 @@ class DistributedStep(torch.optim.Optimizer):
 class AdasumStep(torch.optim.Optimizer):
     """What an optimizer's class gets added with Adasum: updates of all ranks are combined."""
 
-    horovod_names: dict[Tensor, str]
+    _parameter_names: dict[Tensor, str]
     horovod_options: ReductionOptions
 
     def synchronize(self) -> None:
@@ -303,7 +308,7 @@ class AdasumStep(torch.optim.Optimizer):
         Args:
             closure: Computes the loss and its gradients.
         """
-        options, names = self.horovod_options, self.horovod_names
+        options, names = self.horovod_options, self._parameter_names
         if not options.process_set.included():
             return super().step(closure)
         before = {parameter: parameter.detach().clone() for parameter in names}
@@ -379,8 +384,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     wrapped = made.__new__(made)
     # A scheduler may have wrapped the step of the given one.
     wrapped.__dict__.update((key, value) for key, value in vars(optimizer).items() if key != "step")
+    wrapped._parameter_names = names  # by Horovod's name: programs read it
     if adasum:
-        wrapped.horovod_names, wrapped.horovod_options = names, options
+        wrapped.horovod_options = options
         return wrapped
     wrapped.horovod_reducer = GradientReducer(names, _groups(groups, names), options)
     if not wrapped.horovod_reducer.alone:
@@ -422,12 +428,12 @@ def _groups(
     if groups is None:
         return []
     if isinstance(groups, int):
-        if groups < 0:
-            raise ValueError("groups should be a non-negative integer or a list of lists")
+        if groups < 1:
+            raise ValueError(
+                f"groups is a number of groups from 1 on, or a list of lists: {groups}"
+            )
         parameters = [parameter for parameter in names if parameter.requires_grad]
-        return (
-            [parameters[span] for span in split_evenly(len(parameters), groups)] if groups else []
-        )
+        return [parameters[span] for span in split_evenly(len(parameters), groups)]
     if not all(isinstance(group, list | tuple) for group in groups):
         raise ValueError("groups should be a non-negative integer or a list of lists")
     members = [member for group in groups for member in group]

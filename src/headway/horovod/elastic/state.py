@@ -13,8 +13,10 @@ import copy
 import functools
 import os
 import queue
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from headway.horovod import basics
 from headway.horovod.elastic.sampler import ElasticSampler
 from headway.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt, InvalidArgument
 from headway.horovod.functions import allgather_object, broadcast_object
+from headway.run.distributed.elastic_world import HostChange
 
 
 class State(ABC):
@@ -39,13 +42,17 @@ class State(ABC):
 
     def on_reset(self) -> None:
         """The ranks have met again."""
-        self._host_messages = queue.Queue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int = 0) -> None:
-        """The set of ranks is about to change; the next check raises, on all ranks."""
+        """The set of ranks is about to change; the next check raises, on all ranks.
+
+        Args:
+            timestamp: Of no meaning here.
+            update_res: 1: hosts have gone, 2: hosts have come, 3: both.
+        """
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
@@ -63,12 +70,13 @@ class State(ABC):
         Raises:
             HostsUpdatedInterrupt: They are; on all ranks.
         """
-        told = False
+        told: list[int] = []
         while not self._host_messages.empty():
-            self._host_messages.get()
-            told = True
-        if any(allgather_object(told, "elastic.hosts")):
-            raise HostsUpdatedInterrupt
+            told.append(int(self._host_messages.get()[1]))
+        every = [change for each in allgather_object(told, "elastic.hosts") for change in each]
+        if every:
+            # Where hosts have only gone, all who stay have the same state.
+            raise HostsUpdatedInterrupt(all(change == HostChange.REMOVED for change in every))
 
     @abstractmethod
     def save(self) -> None:
@@ -137,9 +145,6 @@ class _Kept:
         self.saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        reducer = getattr(self.value, "horovod_reducer", None)
-        if reducer is not None:  # gradients of a step that was given up
-            reducer.forget()
         self.value.load_state_dict(copy.deepcopy(self.saved))
 
     def sync(self) -> None:
@@ -260,19 +265,42 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[...,
         if not basics.is_initialized():
             basics.init()
         skip_sync = False
-        while True:
-            try:
-                if not skip_sync:
-                    state.sync()
-                return func(state, *args, **kwargs)
-            except InvalidArgument:
-                raise
-            except HorovodInternalError:
-                state.restore()
-                skip_sync = False
-            except HostsUpdatedInterrupt as interrupt:
-                skip_sync = interrupt.skip_sync
-            reset()
-            state.on_reset()
+        with _told_of_hosts(state):
+            while True:
+                try:
+                    if not skip_sync:
+                        state.sync()
+                    return func(state, *args, **kwargs)
+                except InvalidArgument:
+                    raise
+                except HorovodInternalError:
+                    state.restore()
+                    skip_sync = False
+                except HostsUpdatedInterrupt as interrupt:
+                    skip_sync = interrupt.skip_sync
+                # Of the old ranks; what is told while they meet again is of the new ones.
+                state._host_messages = queue.Queue()
+                reset()
+                # What was to come when the ranks left need not be what has come.
+                skip_sync = skip_sync and not basics.SESSION.newcomers
+                state.on_reset()
 
     return wrapper
+
+
+@contextmanager
+def _told_of_hosts(state: State) -> Iterator[None]:
+    """Inside, the state of a worker of an elastic job is told when hosts come and go."""
+    member = basics.SESSION.member
+    if member is None:
+        yield
+        return
+
+    def hear(change: HostChange) -> None:
+        state.on_hosts_updated(time.time(), int(change))
+
+    member.listeners.append(hear)
+    try:
+        yield
+    finally:
+        member.listeners.remove(hear)

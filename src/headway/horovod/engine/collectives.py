@@ -90,21 +90,21 @@ class SetCollectives:
         """
         op = HorovodOp(requests[0].op)
         dtype = inputs[0].dtype
-        flat = self._flat(inputs, outputs)
-        if flat is None:
-            flat = self._buffer(dtype, sum(map(torch.Tensor.numel, inputs)))
-            for part, given in _parts(flat, inputs):
+        lies = self._flat(inputs, outputs)
+        flat = self._buffer(dtype, sum(map(torch.Tensor.numel, inputs))) if lies is None else lies
+        parts = _parts(flat, inputs)
+        for part, given, request in zip(parts, inputs, requests, strict=True):
+            if lies is None:
                 part.copy_(given)
-        for (part, _), request in zip(_parts(flat, inputs), requests, strict=True):
             scale_(part, request.before)
         if op == HorovodOp.ADASUM:
             self._combine(flat, inputs)
         else:
             self._reduce(flat, op)
-        for (part, _), request, out in zip(_parts(flat, inputs), requests, outputs, strict=True):
+        for part, request, out in zip(parts, requests, outputs, strict=True):
             if out is not None:
                 mean = request.op == HorovodOp.AVERAGE
-                scale_into(out, part.view(out.shape), request.after, self.size if mean else 1)
+                scale_into(out, part, request.after, self.size if mean else 1)
 
     def broadcast(
         self, root: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor | None]
@@ -115,16 +115,16 @@ class SetCollectives:
         if travels is None:
             travels = self._buffer(inputs[0].dtype, sum(map(torch.Tensor.numel, inputs)))
             if self.ranks.index(root) == self.place:
-                for part, given in _parts(travels, inputs):
+                for part, given in zip(_parts(travels, inputs), inputs, strict=True):
                     part.copy_(given)
         if self._group is not None and travels.numel():
             opts = options("BroadcastOptions", None)
             opts.rootRank = self.ranks.index(root)
             self._group.broadcast([travels.view(torch.uint8)], opts).wait()
         if flat is None:
-            for (part, _), out in zip(_parts(travels, inputs), outputs, strict=True):
+            for part, out in zip(_parts(travels, inputs), outputs, strict=True):
                 if out is not None:
-                    out.copy_(part.view(out.shape))
+                    out.copy_(part)
 
     def allgather(self, given: Tensor, rows: Sequence[int]) -> Tensor:
         """The rows of all ranks, in the order of ranks.
@@ -248,11 +248,11 @@ def rows_of_ranks(rows: int, size: int) -> list[int]:
     return [span.stop - span.start for span in split_evenly(rows, size)]
 
 
-def _parts(flat: Tensor, tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+def _parts(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The places of tensors in a buffer, in their shapes."""
     sizes = [tensor.numel() for tensor in tensors]
     return [
-        (part.view(tensor.shape), tensor)
-        for part, tensor in zip(flat.split(sizes), tensors, strict=True)
+        part.view(tensor.shape) for part, tensor in zip(flat.split(sizes), tensors, strict=True)
     ]
 
 

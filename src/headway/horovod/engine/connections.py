@@ -14,6 +14,7 @@ import select
 import socket
 import struct
 import sys
+import threading
 import time
 import weakref
 from contextlib import suppress
@@ -22,6 +23,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import DistStoreError
 
 from headway.channel.facts import broadcast_facts, gather_facts
 from headway.channel.job_secret import job_secret, seal, sign, unseal
@@ -151,7 +153,9 @@ class Meeting:
     token: bytes
 
 
-def meet(place: LaunchEnv, seconds: float) -> Meeting:
+def meet(
+    place: LaunchEnv, seconds: float, store: Any = None, over: threading.Event | None = None
+) -> Meeting:
     """Meet the other ranks; collective.
 
     Where the program has initialised torch.distributed, its default group says who they are and
@@ -159,12 +163,17 @@ def meet(place: LaunchEnv, seconds: float) -> Meeting:
 
     Args:
         seconds: Longest wait for all ranks together.
+        store: In which the ranks of an elastic job meet.
+        over: Set when some of them will not come, because their world is over.
 
     Raises:
         Stalled: Names the ranks that do not come.
         UsageError: The agreed port of rank 0 is taken.
     """
-    if dist.is_available() and dist.is_initialized():
+    over = over or threading.Event()
+    if store is not None:
+        pass
+    elif dist.is_available() and dist.is_initialized():
         place, store = _meet_in_default_group(place)
     elif place.ranks > 1:
         store = join_rendezvous(place, seconds).store
@@ -176,8 +185,8 @@ def meet(place: LaunchEnv, seconds: float) -> Meeting:
     # By mpirun's variables alone the machines cannot be told apart.
     node = socket.gethostname() if place.launcher == "mpi" else place.node
     if place.rank == 0:
-        return _gather(place, store, node, deadline)
-    return _join(place, store, node, deadline)
+        return _gather(place, store, node, deadline, over)
+    return _join(place, store, node, deadline, over)
 
 
 def _meet_in_default_group(place: LaunchEnv) -> tuple[LaunchEnv, Any]:
@@ -213,7 +222,9 @@ def _meet_in_default_group(place: LaunchEnv) -> tuple[LaunchEnv, Any]:
     return place, store
 
 
-def _gather(place: LaunchEnv, store: Any, node: str, deadline: float) -> Meeting:
+def _gather(
+    place: LaunchEnv, store: Any, node: str, deadline: float, over: threading.Event
+) -> Meeting:
     """Accept the calls of all other ranks, and tell them who is where."""
     server, address = listen(place)
     with server:
@@ -221,7 +232,7 @@ def _gather(place: LaunchEnv, store: Any, node: str, deadline: float) -> Meeting
         notice = f"{address} {server.getsockname()[1]} {token.hex()}"
         store.set("horovod/address", seal(notice, job_secret(), "rank 0's address"))
         found: dict[int, MessageConnection] = {}
-        calls = accept_calls([server], _HELLO.size, deadline)
+        calls = accept_calls([server], _HELLO.size, deadline, over)
         while len(found) < place.ranks - 1 and (call := next(calls, None)):
             link, hello = call
             said, rank = _HELLO.unpack(hello)
@@ -231,7 +242,7 @@ def _gather(place: LaunchEnv, store: Any, node: str, deadline: float) -> Meeting
             else:
                 link.close()
     nodes = {0: node}
-    while len(nodes) < place.ranks and time.monotonic() < deadline:
+    while len(nodes) < place.ranks and time.monotonic() < deadline and not over.is_set():
         waiting = [rank for rank in found if rank not in nodes]
         if not waiting:
             break
@@ -245,12 +256,12 @@ def _gather(place: LaunchEnv, store: Any, node: str, deadline: float) -> Meeting
     return Meeting(place=place, store=store, others=found, nodes=tuple(told), token=token)
 
 
-def _join(place: LaunchEnv, store: Any, node: str, deadline: float) -> Meeting:
+def _join(
+    place: LaunchEnv, store: Any, node: str, deadline: float, over: threading.Event
+) -> Meeting:
     where = f"rank {place.rank}"
-    try:
-        store.wait(["horovod/address"], timedelta(seconds=max(deadline - time.monotonic(), 0.1)))
-    except RuntimeError as error:
-        raise Stalled("rank 0 did not come to hvd.init()", where=where) from error
+    if not _told(store, "horovod/address", deadline, over):
+        raise Stalled("rank 0 did not come to hvd.init()", where=where)
     notice = unseal(store.get("horovod/address"), job_secret(), "rank 0's address")
     address, port, secret = notice.split(" ")
     token = bytes.fromhex(secret)
@@ -258,7 +269,7 @@ def _join(place: LaunchEnv, store: Any, node: str, deadline: float) -> Meeting:
     link.sendall(_HELLO.pack(_proof(token, place.rank), place.rank))
     connection = MessageConnection(link)
     connection.send(node)
-    while time.monotonic() < deadline and not connection.ended:
+    while time.monotonic() < deadline and not (connection.ended or over.is_set()):
         select.select([connection], [], [], 1.0)
         if told := connection.receive(1):
             nodes = tuple(map(str, told[0]))
@@ -266,6 +277,19 @@ def _join(place: LaunchEnv, store: Any, node: str, deadline: float) -> Meeting:
                 place=place, store=store, others={0: connection}, nodes=nodes, token=token
             )
     raise Stalled("some rank did not come to hvd.init()", where=where)
+
+
+def _told(store: Any, key: str, deadline: float, over: threading.Event) -> bool:
+    """Wait until there is a value; whether there is."""
+    while (left := deadline - time.monotonic()) > 0 and not over.is_set():
+        try:
+            store.wait([key], timedelta(seconds=min(left, 1.0)))
+        except DistStoreError:
+            continue
+        except RuntimeError:  # rank 0 is gone, and the store with it
+            return False
+        return True
+    return False
 
 
 def _proof(token: bytes, rank: int) -> bytes:

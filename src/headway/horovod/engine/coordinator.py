@@ -11,8 +11,8 @@ old, many bytes are ready, or some rank waits for what it has asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from headway.horovod.engine.request import (
@@ -58,12 +58,8 @@ class Batch:
 
     def to_message(self) -> dict[str, Any]:
         """Plain values, without those that are as usual."""
-        usual = Batch(kind=self.kind)
-        return {
-            name: value
-            for name, value in asdict(self).items()
-            if name == "kind" or value != getattr(usual, name)
-        }
+        values = ((each.name, getattr(self, each.name), each.default) for each in fields(self))
+        return {name: value for name, value, usual in values if value != usual}
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Batch:
@@ -85,6 +81,8 @@ class _Entry:
     warned: bool = False
 
 
+# A tensor that is alone travels where it lies, and two copies cost more than a transfer of its own.
+_ALONE_BYTES = 1 << 20
 _SEPARATE = ("allgather", "alltoall", "reducescatter", "barrier", "join", "add_set", "remove_set")
 _WITHOUT_JOIN = ("allgather", "alltoall", "broadcast", "reducescatter")
 
@@ -147,7 +145,7 @@ class Coordinator:
         """When `take` is to be called next, unless something happens before."""
         if self._batches:
             return 0.0
-        times = [self._next_stall(entry) for entry in self._entries.values()]
+        times = [self._next_stall(entry) for _, entry in self._oldest()]
         if self._ready:
             hasty = self._ready_bytes >= self._settings.flush_bytes
             hasty = hasty or any(entry.urgent for entry in self._ready)
@@ -199,6 +197,16 @@ class Coordinator:
             )
         )
 
+    def _oldest(self) -> Iterator[tuple[tuple[int, str], _Entry]]:
+        """The entries that can be the next to stall: later ones are younger than the last of these.
+
+        Asked at every turn, with hundreds of gradients under way.
+        """
+        for key, entry in list(self._entries.items()):
+            yield key, entry
+            if not entry.warned and self._next_stall(entry) < float("inf"):
+                return
+
     def _next_stall(self, entry: _Entry) -> float:
         times = [
             entry.since + seconds
@@ -213,7 +221,7 @@ class Coordinator:
         return float("inf") if waits_for_all else min(times, default=float("inf"))
 
     def _check_stalls(self, now: float) -> None:
-        for key, entry in list(self._entries.items()):
+        for key, entry in self._oldest():
             if now < self._next_stall(entry):
                 continue
             entry.warned = True
@@ -242,7 +250,8 @@ class Coordinator:
             request = next(iter(entry.requests.values()))
             size = request.num_bytes
             alike = len(set(request.dtypes)) == 1
-            if batch.error or batch.kind in _SEPARATE or not alike:
+            alone = batch.error or batch.kind in _SEPARATE or not alike or size >= _ALONE_BYTES
+            if alone:
                 found.append(batch)
                 continue
             mean = request.op == HorovodOp.AVERAGE

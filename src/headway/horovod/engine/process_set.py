@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from headway.horovod.exceptions import InvalidArgument
 
@@ -16,10 +16,16 @@ class ProcessSet:
     Attributes:
         process_set_id: Its number, the same on all ranks; None while it is not registered.
         ranks: Ascending; those of the global set are known after `hvd.init`.
+
+    Raises:
+        ValueError: They are no list of whole numbers.
     """
 
     def __init__(self, ranks_or_comm: Sequence[int]) -> None:
-        self.ranks: list[int] | None = sorted({int(rank) for rank in ranks_or_comm})
+        listed = isinstance(ranks_or_comm, Iterable)
+        if not listed or any(not isinstance(rank, int) for rank in ranks_or_comm):
+            raise ValueError(f"a process set is made of a list of ranks, not of {ranks_or_comm!r}")
+        self.ranks: list[int] | None = sorted(set(ranks_or_comm))
         self.process_set_id: int | None = None
         self._own_rank = -1
         self.mpi_comm = None
@@ -35,8 +41,16 @@ class ProcessSet:
         return len(self.ranks or ()) if self.registered else None
 
     def rank(self) -> int | None:
-        """The place of this process among its ranks; None: it is not registered, or without it."""
-        return self.members().index(self._own_rank) if self.included() else None
+        """The place of this process among its ranks; None: it is not registered.
+
+        Raises:
+            ValueError: This process does not belong to it.
+        """
+        if not self.registered:
+            return None
+        if not self.included():
+            raise ValueError(f"this process is not part of {self}")
+        return self.members().index(self._own_rank)
 
     def included(self) -> bool | None:
         """Whether this process belongs to it; None: it is not registered."""
@@ -68,4 +82,5 @@ class ProcessSet:
     __hash__ = object.__hash__
 
     def __repr__(self) -> str:
-        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+        facts = f"process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm=None"
+        return f"ProcessSet({facts})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any
 
@@ -74,7 +74,7 @@ class Request:
 
     def to_message(self) -> list[Any]:
         """Plain values."""
-        return list(astuple(self))
+        return [getattr(self, each.name) for each in fields(self)]
 
     @classmethod
     def from_message(cls, message: Sequence[Any]) -> Request:

@@ -1,8 +1,9 @@
 """The arguments of horovodrun, and what each is here: used, not needed, or refused.
 
-Read from Horovod 0.28, `horovod/runner/launch.py`. headway has no scheduler of its own: it starts
-processes on this machine, and for several machines says what to run on each. What horovodrun tells
-its processes by variables of the environment, `headway.horovod` reads there, too
+Read from Horovod 0.28, `horovod/runner/launch.py`. A job whose processes stay the same is started
+on this machine, and for several machines it is said what to run on each; an elastic job
+(`headway.launch.elastic`) starts and ends processes on the hosts that are there. What horovodrun
+tells its processes by variables of the environment, `headway.horovod` reads there, too
 (`headway.horovod.engine.settings`).
 """
 
@@ -17,10 +18,12 @@ from typing import Literal, NamedTuple
 
 from headway.documents import nearest, read_text
 from headway.errors import UsageError
+from headway.launch.elastic.settings import ELASTIC_SECONDS, ElasticSettings, SshOptions
 from headway.run.distributed.launch_env import DEFAULT_PORT
 from headway.units import counted
 
-Use = Literal["used", "unneeded", "refused"]
+Use = Literal["used", "elastic", "unneeded", "refused"]
+"""What an option is here; "elastic": used in elastic jobs, and not needed in others."""
 
 
 class HorovodrunOption(NamedTuple):
@@ -46,10 +49,7 @@ _ALGORITHM = (
     'torch or the backend "headway" chooses; a recipe says exchange.collective = "hierarchical"'
 )
 _MACHINES = "several machines start through torchrun, srun or mpirun"
-_FIXED = (
-    "the number of processes does not change while a program runs; dead ones are started again: "
-    "--reset-limit N"
-)
+_FIXED = "the number of processes stays the same without --min-np or --host-discovery-script"
 _GLOO = "Gloo or NCCL carries what is sent; torch chooses by the device"
 
 
@@ -64,7 +64,11 @@ def _variable(name: str, variable: str, sets: str = "") -> HorovodrunOption:
 _FUSION, _TIMELINE = "HOROVOD_FUSION_THRESHOLD", "HOROVOD_TIMELINE"
 OPTIONS: tuple[HorovodrunOption, ...] = (
     *_options("used", 1, "", "-np --num-proc -n", "-H --hosts", "--hostfile -hostfile"),
-    *_options("used", 1, "", "--output-filename", "--reset-limit", "--slots-per-host"),
+    *_options("used", 1, "", "--output-filename", "--reset-limit", "--slots-per-host --slots"),
+    *_options("used", 1, "", "--min-np --min-num-proc", "--host-discovery-script"),
+    *_options("elastic", 1, _FIXED, "--max-np --max-num-proc", "--elastic-timeout"),
+    *_options("elastic", 2, _FIXED, "--blacklist-cooldown-range"),
+    *_options("elastic", 1, _MACHINES, "-p --ssh-port", "-i --ssh-identity-file"),
     *_options("used", 0, "", "--gloo"),
     _variable("--start-timeout", "HOROVOD_START_TIMEOUT"),
     _variable("--gloo-timeout-seconds", "HOROVOD_GLOO_TIMEOUT_SECONDS"),
@@ -82,14 +86,12 @@ OPTIONS: tuple[HorovodrunOption, ...] = (
     *_options("unneeded", 1, _GLOO, "--mpi-args", "--binding-args", "--num-nccl-streams"),
     *_options("unneeded", 0, _GLOO, "--mpi-threads-disable", "--no-mpi-threads-disable"),
     *_options(
-        "unneeded",
+        "elastic",
         1,
         "processes of one machine talk over its loopback",
         "--network-interfaces --network-interface",
     ),
-    *_options("unneeded", 1, _MACHINES, "-p --ssh-port", "-i --ssh-identity-file"),
     *_options("unneeded", 0, "nothing is looked up on other machines", "--disable-cache"),
-    *_options("unneeded", 1, "no wait is for further machines", "--elastic-timeout"),
     *_options("unneeded", 1, "it tunes how Horovod's ranks agree", "--cache-capacity"),
     *_options(
         "unneeded",
@@ -125,9 +127,6 @@ OPTIONS: tuple[HorovodrunOption, ...] = (
         "--no-log-hide-timestamp",
         "--prefix-output-with-timestamp -prefix-timestamp",
     ),
-    *_options("refused", 1, "name the hosts with -H", "--host-discovery-script"),
-    *_options("refused", 1, _FIXED, "--min-np --min-num-proc", "--max-np --max-num-proc"),
-    *_options("refused", 2, "no machine is left out", "--blacklist-cooldown-range"),
     *_options("refused", 1, "write its options on the command line", "--config-file"),
     *_options("refused", 0, "nothing is built: torch's own backends are used", "--check-build -cb"),
     *_options("refused", 0, "write `headway --version`", "--version -v"),
@@ -144,6 +143,7 @@ class HorovodrunRequest:
     Attributes:
         hosts: Names and slots, in order; empty: this machine.
         restarts: How often dead processes are started again.
+        elastic: What an elastic job is asked for beyond that; None: it is none.
         variables: Of the processes' environment, by name.
         notes: A line for each option that is not needed.
     """
@@ -153,6 +153,7 @@ class HorovodrunRequest:
     hosts: tuple[tuple[str, int], ...] = ()
     output: Path | None = None
     restarts: int = 0
+    elastic: ElasticSettings | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = field(default=())
 
@@ -176,20 +177,22 @@ def parse_horovodrun(words: Sequence[str]) -> HorovodrunRequest:
         )
     first = {_BY_NAME[name].names[0]: (name, values) for name, values in given.items()}
     hosts = _hosts(first)
+    elastic = _elastic(first, hosts)
     processes = _number(first, "-np")
     if processes is None:
         processes = sum(slots for _, slots in hosts) or 1
     return HorovodrunRequest(
         command=_program(command),
-        processes=processes,
-        hosts=_shared(hosts, processes),
+        processes=elastic.start_processes if elastic else processes,
+        hosts=() if elastic else _shared(hosts, processes),
+        elastic=elastic,
         output=Path(first["--output-filename"][1][0]) if "--output-filename" in first else None,
         restarts=_number(first, "--reset-limit", least=0) or 0,
         variables=_variables(given),
         notes=tuple(
             f"{name} is not needed: {_BY_NAME[name].says}"
             for name in given
-            if _BY_NAME[name].use == "unneeded"
+            if _BY_NAME[name].use == "unneeded" or (_BY_NAME[name].use == "elastic" and not elastic)
         ),
     )
 
@@ -220,9 +223,67 @@ def _number(given: Mapping[str, tuple[str, list[str]]], name: str, *, least: int
     if name not in given:
         return None
     written, [text] = given[name]
+    return _whole(text, written, least)
+
+
+def _whole(text: str, written: str, least: int) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least):
         raise UsageError(f"{written} {text} is not a whole number of at least {least}")
     return int(text)
+
+
+def _elastic(
+    given: Mapping[str, tuple[str, list[str]]], hosts: Sequence[tuple[str, int]]
+) -> ElasticSettings | None:
+    """What an elastic job is asked for; as in horovodrun, either of two options makes it one.
+
+    Raises:
+        UsageError: Numbers contradict each other, or there are no hosts.
+    """
+    if not given.keys() & {"--min-np", "--host-discovery-script"}:
+        return None
+    [script] = given.get("--host-discovery-script", ("", [""]))[1]
+    least, most = _number(given, "--min-np"), _number(given, "--max-np")
+    start = _number(given, "-np") or least or 1
+    least = least or start
+    if not least <= start <= (most or start):
+        raise UsageError(
+            f"--min-np {least}, -np {start} and --max-np {most or 'none'} contradict each other",
+            fix="They must not descend.",
+        )
+    if bool(script) == bool(hosts):
+        raise UsageError(
+            "an elastic job takes its hosts of a script or of a list, and "
+            + ("both are given" if script else "none is given"),
+            fix="Give --host-discovery-script COMMAND, or -H HOST:SLOTS,HOST:SLOTS.",
+        )
+    slots = sum(number for _, number in hosts)
+    if hosts and slots < start:
+        raise UsageError(
+            f"{counted(start, 'process')} on {counted(slots, 'slot')}", fix=f"Use -np {slots}."
+        )
+    cooldown = None
+    if "--blacklist-cooldown-range" in given:
+        written, texts = given["--blacklist-cooldown-range"]
+        shortest, longest = (_whole(text, written, 1) for text in texts)
+        if shortest > longest:
+            raise UsageError(f"{written} {shortest} {longest} is no range")
+        cooldown = float(shortest), float(longest)
+    return ElasticSettings(
+        start_processes=start,
+        min_processes=least,
+        max_processes=most,
+        script=script,
+        hosts=dict(hosts),
+        default_slots=_number(given, "--slots-per-host") or 1,
+        seconds=_number(given, "--elastic-timeout") or ELASTIC_SECONDS,
+        reset_limit=_number(given, "--reset-limit", least=0),
+        cooldown=cooldown,
+        interface=given.get("--network-interfaces", ("", [""]))[1][0].partition(",")[0],
+        ssh=SshOptions(
+            port=_number(given, "-p"), identity=given["-i"][1][0] if "-i" in given else None
+        ),
+    )
 
 
 def _variables(given: Mapping[str, list[str]]) -> dict[str, str]:

@@ -26,6 +26,7 @@ HEARTBEAT_TIMEOUT_SECONDS = 5.0
 
 LOOPBACK = "127.0.0.1"
 ATTEMPT = "HEADWAY_ATTEMPT"
+ELASTIC = "HEADWAY_ELASTIC"
 NODE = "HEADWAY_NODE"
 TEMPORARY = "HEADWAY_TEMPORARY"
 DEBUG = "TORCH_DISTRIBUTED_DEBUG"
@@ -43,7 +44,8 @@ class LaunchEnv:
         local_rank: Number of this process on its machine, from 0; chooses the GPU.
         attempt: How often the launcher has restarted the workers; agents of several machines may
             count differently (`World.join` agrees on one number).
-        launcher: "headway", "torchrun", "environment", "horovod", "mpi", "slurm" or "alone".
+        launcher: "headway", "torchrun", "environment", "elastic", "horovod", "mpi", "slurm" or
+            "alone".
         master_port: Port of the meeting point; 0 when alone.
         agent_store: The launching agent's store already listens at the master's address; else rank
             0 opens one there.
@@ -88,8 +90,7 @@ class LaunchEnv:
             UsageError: Variables are missing, are no numbers, or contradict each other.
         """
         env = os.environ if environ is None else environ
-        interface = env.get("GLOO_SOCKET_IFNAME", "").partition(",")[0].strip()
-        return replace(cls._of_launcher(env), interface=interface)
+        return replace(cls._of_launcher(env), interface=_interface(env))
 
     @classmethod
     def _of_launcher(cls, env: Mapping[str, str]) -> LaunchEnv:
@@ -142,6 +143,37 @@ def horovod_variables(environ: Mapping[str, str] | None = None) -> dict[str, str
     """All variables of Horovod's (`headway.horovod` takes up its settings)."""
     env = os.environ if environ is None else environ
     return {name: value for name, value in env.items() if name.startswith("HOROVOD_")}
+
+
+@dataclass(frozen=True)
+class ElasticCaller:
+    """A worker of an elastic job: where its launcher's store is, and what it calls the worker.
+
+    Attributes:
+        interface: As of `LaunchEnv`.
+    """
+
+    address: str
+    port: int
+    worker: str
+    interface: str = ""
+
+    @classmethod
+    def here(cls, environ: Mapping[str, str] | None = None) -> ElasticCaller | None:
+        """This process, if it is one."""
+        env = os.environ if environ is None else environ
+        if not env.get(ELASTIC):
+            return None
+        address, port, worker = env[ELASTIC].split(" ")
+        return cls(address, int(port), worker, _interface(env))
+
+    def to_variables(self) -> dict[str, str]:
+        """The inverse of `here`."""
+        return {ELASTIC: f"{self.address} {self.port} {self.worker}"}
+
+
+def _interface(env: Mapping[str, str]) -> str:
+    return env.get("GLOO_SOCKET_IFNAME", "").partition(",")[0].strip()
 
 
 def user_threads(environ: Mapping[str, str] | None = None) -> int | None:
