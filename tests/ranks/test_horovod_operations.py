@@ -88,6 +88,8 @@ def test_allreduce(world):
         for one, other in zip(found, hvd.synchronize(handle), strict=True):
             assert one.equal(other)
         close(found[2], sum(of(rank, ()) for rank in range(n)))
+        assert isinstance(hvd.synchronize(handle), tuple)
+        assert isinstance(hvd.grouped_allgather([of(me, (2,))]), tuple)
         assert all(a is b for a, b in zip(tensors, hvd.synchronize(handle), strict=True))
         with pytest.warns(DeprecationWarning, match="op"):
             close(hvd.allreduce(of(me, (3,)), average=False), found[0])

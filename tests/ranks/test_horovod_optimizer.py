@@ -98,6 +98,8 @@ def test_training_is_that_of_one_process(world):
             optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), **options)
         assert isinstance(optimizer, torch.optim.SGD)
         assert type(optimizer).__name__ == "SGD"
+        named = {name: parameter for parameter, name in optimizer._parameter_names.items()}
+        assert all(named[name] is one for name, one in model.named_parameters())
         for step in range(STEPS):
             optimizer.zero_grad(set_to_none=step % 2 == 0)
             (rate * loss_of(model, batch(step, hvd.rank()))).backward()
@@ -353,7 +355,10 @@ def test_parameters_and_states_are_those_of_the_root(world):
             optimizer.step()
             optimizer = hvd.DistributedOptimizer(optimizer)
         hvd.broadcast_parameters(model.state_dict() if me else model.named_parameters(), 1)
+        fresh = not optimizer.state
         hvd.broadcast_optimizer_state(optimizer, 1)
+        # As Horovod leaves them where no step had been made.
+        assert not fresh or all(not one.grad.any() for one in model.parameters())
         states = hvd.allgather_object((model.state_dict(), optimizer.state_dict()))
         (one, here), (two, there) = states
         for name in one:
