@@ -11,7 +11,7 @@ from scipy import ndimage
 from headway.errors import DataError, UsageError
 from headway.floodfill import segmentation_worker
 from headway.floodfill.agreement import agreement, contingency
-from headway.floodfill.array_files import check_image
+from headway.floodfill.array_files import check_grey_values, check_image
 from headway.floodfill.canvas import Canvas, FillingOptions
 from headway.floodfill.movement import MoveQueue, face_moves
 from headway.floodfill.network import FloodFillingNetwork, scale_image
@@ -386,6 +386,21 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(precision):
 def test_images_that_cannot_be_segmented(image, said):
     with pytest.raises(DataError, match=said):
         check_image(image, "volume.npy", FOV)
+
+
+@pytest.mark.parametrize(
+    ("largest", "said"),
+    [(1.0, "floats from 0 to 1"), (np.nan, "no number"), (60000.0, "largest one is 60000")],
+)
+def test_floats_that_are_no_grey_values(largest, said):
+    image = np.zeros((9, 9, 9), np.float32)
+    check_grey_values(image, "black.npy")
+    check_grey_values(image.astype(np.uint8) + 1, "dark.npy")
+    image[4, 4, 4] = 255.5  # of an interpolation
+    check_grey_values(image, "volume.npy")
+    image[4, 4, 4] = largest
+    with pytest.raises(DataError, match=said):
+        check_grey_values(image, "volume.npy")
 
 
 # -- the published weights ------------------------------------------------------------------------

@@ -249,3 +249,5 @@ def test_arguments_that_cannot_be_are_refused():
         floodfill.recipe(fov=[9, 9])
     with pytest.raises(RecipeError, match="no optimizer 'adagrad'"):
         floodfill.recipe(optimizer="adagrad")
+    with pytest.raises(RecipeError, match="validation_visits is 27"):
+        floodfill.recipe(validation_visits=27)

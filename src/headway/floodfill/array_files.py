@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headway.data.source import open_npy
 from headway.errors import DataError, MissingExtra, UsageError
@@ -26,6 +28,7 @@ from headway.floodfill.precomputed import PREFIX, PrecomputedReader, Precomputed
 from headway.floodfill.tubes import make_tubes
 
 _CHUNK = 64
+_WHITE = 255
 _HDF5 = (".h5", ".hdf5", ".hdf", ".he5")
 _DATASET = "segmentation"
 _FORMS = 'Give "FILE.h5:NAME", "FILE.npy", "FOLDER.zarr" or "precomputed:FOLDER"'
@@ -212,3 +215,28 @@ def check_image(image: Any, name: str, fov: Triple) -> None:
         why = f"It is {shown[0]} voxels, and the field of view {shown[1]}"
     if why:
         raise DataError("no image that can be segmented", where=name, why=f"{why}.")
+
+
+def check_grey_values(voxels: NDArray[Any], name: str) -> None:
+    """Refuse floats that are no grey values from 0 to 255.
+
+    In a network that was trained on those no object would begin, and nobody would know why.
+
+    Raises:
+        DataError: With what was found.
+    """
+    if voxels.dtype.kind != "f" or not voxels.size:
+        return
+    low, high = float(voxels.min()), float(voxels.max())
+    why = ""
+    if not math.isfinite(high - low):
+        why = "There are voxels that are no number, or infinite"
+    elif 0 < high <= 1:
+        why = f"The largest one is {high:g}: these seem to be floats from 0 to 1"
+    elif high >= 2 * _WHITE:
+        why = f"The largest one is {high:g}"
+    if why:
+        raise DataError(
+            "the voxels are no grey values", where=name, why=f"{why}.",
+            fix=f"Write the volume with numbers from 0 to {_WHITE}.",
+        )  # fmt: skip
