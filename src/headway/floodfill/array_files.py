@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headway.data.source import open_npy
 from headway.errors import DataError, MissingExtra, UsageError
@@ -217,17 +216,23 @@ def check_image(image: Any, name: str, fov: Triple) -> None:
         raise DataError("no image that can be segmented", where=name, why=f"{why}.")
 
 
-def check_grey_values(voxels: NDArray[Any], name: str) -> None:
+def check_grey_values(voxels: Any, name: str) -> None:
     """Refuse floats that are no grey values from 0 to 255.
 
-    In a network that was trained on those no object would begin, and nobody would know why.
+    With others no object would begin, and nobody would know why.
+
+    Args:
+        voxels: [z, y, x], as of `open_array`.
 
     Raises:
         DataError: With what was found.
     """
-    if voxels.dtype.kind != "f" or not voxels.size:
+    if np.dtype(voxels.dtype).kind != "f":
         return
-    low, high = float(voxels.min()), float(voxels.max())
+    # A chunk's planes at a time; all of it is read, a moment beside what follows.
+    planes = (np.asarray(voxels[z : z + _CHUNK]) for z in range(0, voxels.shape[0], _CHUNK))
+    lows, highs = zip(*((part.min(), part.max()) for part in planes), strict=True)
+    low, high = float(np.min(lows)), float(np.max(highs))
     why = ""
     if not math.isfinite(high - low):
         why = "There are voxels that are no number, or infinite"

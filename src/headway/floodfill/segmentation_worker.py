@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from headway.documents import parse_json
-from headway.floodfill.array_files import check_grey_values, open_array
+from headway.floodfill.array_files import open_array
 from headway.floodfill.canvas import Canvas
 from headway.floodfill.network import Triple, scale_image
 from headway.floodfill.prediction import FovPredictor
@@ -95,7 +95,6 @@ def _figures_path(job: SegmentationJob, number: int) -> Path:
 
 def _begin(folder: Path, voxels: np.ndarray, job: SegmentationJob) -> None:
     if not folder.exists():
-        check_grey_values(voxels, job.volume)
         seeds = peak_seeds(voxels)
         margin = np.array(job.fov) // 2
         inside = ((seeds >= margin) & (seeds < np.array(voxels.shape) - margin)).all(axis=1)
