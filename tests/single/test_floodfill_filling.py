@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from scipy import ndimage
 
 from headway.errors import DataError, UsageError
 from headway.floodfill import segmentation_worker
 from headway.floodfill.agreement import agreement, contingency
-from headway.floodfill.array_files import check_image
+from headway.floodfill.array_files import check_grey_values, check_image
 from headway.floodfill.canvas import Canvas, FillingOptions
 from headway.floodfill.movement import MoveQueue, face_moves
 from headway.floodfill.network import FloodFillingNetwork, scale_image
@@ -254,8 +255,6 @@ def test_of_a_body_one_seed_is_filled_at_a_time(tmp_path):
 
 
 def test_threads_are_lent_to_the_seed_whose_turn_it_is_if_it_gets_cores(monkeypatch):
-    import torch
-
     ledger = SimpleNamespace(busy=1, settled=7)
     clock = {"wall": 0.0, "cpu": 0.0}
     given = [2]
@@ -328,8 +327,6 @@ def test_overlaps_that_are_too_small_are_refused():
 
 
 def test_the_predictor_is_the_network(tmp_path):
-    import torch
-
     torch.manual_seed(0)
     write_brightness_weights(tmp_path / "w.safetensors", features=4, depth=3)
     network = read_network(tmp_path / "w.safetensors", fov=FOV, deltas=DELTAS)
@@ -344,9 +341,23 @@ def test_the_predictor_is_the_network(tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_the_bits_do_not_depend_on_the_number_of_threads(precision):
-    import torch
+def test_fused_convolutions_are_those_of_the_network(precision, monkeypatch):
+    """torch.ops.mkldnn is not public: this says if it changes."""
+    network = FloodFillingNetwork(3, fov=FOV, deltas=DELTAS, features=16)
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(0))
+    given = np.random.default_rng(0).standard_normal((2, *FOV)).astype(np.float32)
+    fused = FovPredictor(network, precision)
+    assert fused._fused
+    monkeypatch.setattr("headway.floodfill.prediction._can_fuse", lambda dtype: False)
+    plain = FovPredictor(network, precision)
+    update = plain(*given) - given[1]
+    away = np.abs(fused(*given) - given[1] - update).max() / np.abs(update).max()
+    assert away < {"float32": 1e-5, "bfloat16": 0.03}[precision]
 
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_bits_do_not_depend_on_the_number_of_threads(precision):
     network = FloodFillingNetwork(2)
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(0))
@@ -375,6 +386,21 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(precision):
 def test_images_that_cannot_be_segmented(image, said):
     with pytest.raises(DataError, match=said):
         check_image(image, "volume.npy", FOV)
+
+
+@pytest.mark.parametrize(
+    ("largest", "said"),
+    [(1.0, "floats from 0 to 1"), (np.nan, "no number"), (60000.0, "largest one is 60000")],
+)
+def test_floats_that_are_no_grey_values(largest, said):
+    image = np.zeros((9, 9, 9), np.float32)
+    check_grey_values(image, "black.npy")
+    check_grey_values(image.astype(np.uint8) + 1, "dark.npy")
+    image[4, 4, 4] = 255.5  # of an interpolation
+    check_grey_values(image, "volume.npy")
+    image[4, 4, 4] = largest
+    with pytest.raises(DataError, match=said):
+        check_grey_values(image, "volume.npy")
 
 
 # -- the published weights ------------------------------------------------------------------------

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from headway.data.stateful_source import begin_slots
 from headway.errors import DataError, RecipeError
 from headway.floodfill.network import scale_image
 from headway.floodfill.partitions import THRESHOLDS, BalancedPlaces, partition_map
 from headway.floodfill.patches import MOVE, TRACKED, PatchGeometry, PatchSource, logit
 from headway.optim.warmup import WarmUp
+from headway.run.recipe.training_data import training_data, validation_data
 from headway.workloads import floodfill
-from support.floodfill_recipes import GEOMETRY, patches
+from support.floodfill_recipes import GEOMETRY, moving, patches
 
 
 def bodies(shape=(11, 13, 12)):
@@ -228,6 +231,17 @@ def test_volumes_that_do_not_fit_are_refused(shape, options, message):
         PatchSource(image, ids, geometry, slots=2, visits=5, **options)
 
 
+def test_there_are_as_many_slots_as_samples_of_the_batch():
+    recipe = replace(moving(slots=4), batch=6)
+    for made in (training_data(recipe), validation_data(recipe)):
+        assert made.slots == 6
+        assert len(made) % 6 == 0
+    begin_slots(source := training_data(recipe))
+    begin_slots(before := patches(4))
+    found, expected = source.read(range(6)), before.read(range(4))
+    assert all((found[name][:4] == expected[name]).all() for name in expected)
+
+
 def test_arguments_that_cannot_be_are_refused():
     with pytest.raises(RecipeError, match="without its labels"):
         floodfill.recipe(volume="em.h5:raw")
@@ -235,3 +249,5 @@ def test_arguments_that_cannot_be_are_refused():
         floodfill.recipe(fov=[9, 9])
     with pytest.raises(RecipeError, match="no optimizer 'adagrad'"):
         floodfill.recipe(optimizer="adagrad")
+    with pytest.raises(RecipeError, match="validation_visits is 27"):
+        floodfill.recipe(validation_visits=27)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -49,6 +50,16 @@ class Run(SimpleNamespace):
             watch.on_step_end(self)
         file = self.directory / "outcome.json"
         return json.loads(file.read_text()) if file.exists() else None
+
+
+def test_a_metric_that_counted_nothing_is_no_divergence(tmp_path):
+    run = Run(tmp_path)
+    judge = TargetWatch(target=Target.parse("f1>=0.5"), every=1, validates=True)
+    for step, (loss, f1) in enumerate([(0.7, math.nan), (0.6, 0.4), (math.nan, math.nan)], 1):
+        assert not run.stopped
+        run.step, run.validation = step, {"loss": loss, "f1": f1}
+        judge.on_validation_end(run)
+    assert run.play(judge, ())["end"] == "diverged"
 
 
 LOSSES = (9, 9, 9, 9, 4, 8, 6, 2)

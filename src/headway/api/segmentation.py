@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headway.errors import UsageError
-from headway.floodfill.array_files import check_image, check_new, open_array
+from headway.floodfill.array_files import check_grey_values, check_image, check_new, open_array
 from headway.floodfill.network import Triple
 from headway.floodfill.seed_ledger import LedgerFigures
 from headway.floodfill.segmentation_job import SegmentationJob, prepare_folder, write_volume
@@ -61,6 +61,7 @@ def segment(
     read_network(job.weights, fov=job.fov, deltas=job.deltas)
     image = open_array(job.volume)
     check_image(image, job.volume, job.fov)
+    check_grey_values(image, job.volume)
     shape: Triple = tuple(image.shape)
     parts = job.parts(shape)
     prepare_folder(job)

@@ -58,6 +58,25 @@ class StatefulSource(Source, Protocol):
         ...
 
 
+@runtime_checkable
+class ResizableSource(StatefulSource, Protocol):
+    """A stateful source that can be had with another number of slots, so that it follows the batch.
+
+    The first slots give the same as before.
+    """
+
+    def with_slots(self, slots: int) -> StatefulSource:
+        """The same source with as many slots, each at no place yet."""
+        ...
+
+
+def fit_slots(source: Source, batch: int) -> Source:
+    """The source with a slot for each sample of the batch, where it can be resized."""
+    if isinstance(source, ResizableSource) and source.slots != batch:
+        return source.with_slots(batch)
+    return source
+
+
 def slots_of(source: StatefulSource, positions: Iterable[int]) -> list[int]:
     """The slots whose examples stand at places of an epoch."""
     return [position % source.slots for position in positions]

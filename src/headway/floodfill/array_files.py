@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from headway.floodfill.precomputed import PREFIX, PrecomputedReader, Precomputed
 from headway.floodfill.tubes import make_tubes
 
 _CHUNK = 64
+_WHITE = 255
 _HDF5 = (".h5", ".hdf5", ".hdf", ".he5")
 _DATASET = "segmentation"
 _FORMS = 'Give "FILE.h5:NAME", "FILE.npy", "FOLDER.zarr" or "precomputed:FOLDER"'
@@ -212,3 +214,34 @@ def check_image(image: Any, name: str, fov: Triple) -> None:
         why = f"It is {shown[0]} voxels, and the field of view {shown[1]}"
     if why:
         raise DataError("no image that can be segmented", where=name, why=f"{why}.")
+
+
+def check_grey_values(voxels: Any, name: str) -> None:
+    """Refuse floats that are no grey values from 0 to 255.
+
+    With others no object would begin, and nobody would know why.
+
+    Args:
+        voxels: [z, y, x], as of `open_array`.
+
+    Raises:
+        DataError: With what was found.
+    """
+    if np.dtype(voxels.dtype).kind != "f":
+        return
+    # A chunk's planes at a time; all of it is read, a moment beside what follows.
+    planes = (np.asarray(voxels[z : z + _CHUNK]) for z in range(0, voxels.shape[0], _CHUNK))
+    lows, highs = zip(*((part.min(), part.max()) for part in planes), strict=True)
+    low, high = float(np.min(lows)), float(np.max(highs))
+    why = ""
+    if not math.isfinite(high - low):
+        why = "There are voxels that are no number, or infinite"
+    elif 0 < high <= 1:
+        why = f"The largest one is {high:g}: these seem to be floats from 0 to 1"
+    elif high >= 2 * _WHITE:
+        why = f"The largest one is {high:g}"
+    if why:
+        raise DataError(
+            "the voxels are no grey values", where=name, why=f"{why}.",
+            fix=f"Write the volume with numbers from 0 to {_WHITE}.",
+        )  # fmt: skip

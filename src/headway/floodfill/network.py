@@ -98,8 +98,17 @@ class FloodFillingNetwork(nn.Module):
         Returns:
             [N, 1, Z, Y, X], logits.
         """
-        hidden = self.conv0_b(functional.relu(self.conv0_a(torch.cat((image, mask), dim=1))))
-        for module in self.residual:
-            hidden = module(hidden)
+        hidden = self.hidden(torch.cat((image, mask), dim=1))
         update: Tensor = self.conv_lom(functional.relu(hidden))
         return mask + update
+
+    def hidden(self, given: Tensor) -> Tensor:
+        """What the residual stack makes of image and mask, [N, 2, Z, Y, X], before the last ReLU.
+
+        Returns:
+            [N, features, Z, Y, X].
+        """
+        hidden: Tensor = self.conv0_b(functional.relu(self.conv0_a(given)))
+        for module in self.residual:
+            hidden = module(hidden)
+        return hidden

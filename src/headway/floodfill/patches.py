@@ -12,6 +12,7 @@ n) alone, so that the state of a slot is n, the visit, and the mask.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -153,6 +154,12 @@ class PatchSource:
 
     def __len__(self) -> int:
         return self.slots * self.visits
+
+    def with_slots(self, slots: int) -> PatchSource:
+        """The same volume with as many patches under way."""
+        other = copy.copy(self)
+        other.slots, other._slots = slots, {}
+        return other
 
     def read(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """See the class."""

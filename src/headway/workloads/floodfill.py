@@ -81,7 +81,8 @@ def recipe(
         min_size: Bodies of fewer voxels begin no patch.
         validation_from: Planes from this z on are kept for validation; None: of tubes the last
             third, else none.
-        validation_visits: Examples of each slot in a validation.
+        validation_visits: Examples of each slot in a validation; a patch takes up to 27, and is
+            counted with the next one.
         seed: Decides initial parameters, patches and moves, and the tubes.
 
     Raises:
@@ -97,6 +98,13 @@ def recipe(
         raise RecipeError(f"no optimizer {optimizer!r}", fix="choose sgd or adam")
     if volume == TUBES and validation_from is None:
         validation_from = TUBES_SHAPE[0] * 2 // 3
+    longest = 1 + len(geometry.offsets)
+    if validation_from is not None and validation_visits <= longest:
+        raise RecipeError(
+            f"validation_visits is {validation_visits}",
+            why=f"A patch takes up to {longest}, and is counted once it is left.",
+            fix=f"Give more than {longest}.",
+        )
     data = partial(
         source,
         volume,

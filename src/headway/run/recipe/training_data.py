@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from headway.data.examples import EpochLength, as_examples, check_batch, epoch_length
 from headway.data.source import Source
+from headway.data.stateful_source import fit_slots
 from headway.data.torch_loader import LoaderSource
 from headway.errors import RecipeError
 from headway.run.recipe.batch_units import resolve_batch
@@ -21,9 +22,9 @@ def training_data(recipe: Recipe) -> Source:
     Raises:
         DataError: They cannot be read, or a loader's batch is another one than the recipe's.
     """
-    examples = as_examples(recipe.data(), recipe.collate)
-    where = f"recipe {recipe.name}"
-    check_batch(examples, resolve_batch(recipe), drop_last=recipe.drop_last, where=where)
+    batch, where = resolve_batch(recipe), f"recipe {recipe.name}"
+    examples = fit_slots(as_examples(recipe.data(), recipe.collate), batch)
+    check_batch(examples, batch, drop_last=recipe.drop_last, where=where)
     return examples
 
 
@@ -34,7 +35,7 @@ def validation_data(recipe: Recipe) -> Source:
         DataError: They cannot be read.
     """
     assert recipe.validation is not None
-    return as_examples(recipe.validation(), recipe.collate)
+    return fit_slots(as_examples(recipe.validation(), recipe.collate), resolve_batch(recipe))
 
 
 def with_loader_batch(recipe: Recipe) -> Recipe:

@@ -106,7 +106,10 @@ class TargetWatch:
             return
         if self.target.metric not in run.validation:
             raise unknown_metric(self.target, run.validation)
-        self._judge(run, run.validation[self.target.metric])
+        value = run.validation[self.target.metric]
+        # A metric that counts may have had nothing to count yet, 0 of 0: only the loss diverges.
+        if math.isfinite(value) or not math.isfinite(run.validation["loss"]):
+            self._judge(run, value)
 
     def state_dict(self) -> dict[str, float]:
         """For a checkpoint."""
