@@ -139,7 +139,7 @@ def test_the_second_order_choice_takes_no_more_steps():
             alpha, gamma = np.zeros(200), -labels.copy()
             bounds = np.full(200, 2.0)
             steps.append(
-                solve_pairs(matrix, labels, bounds, alpha, gamma, 1e-3, 10**6, second_order)
+                solve_pairs(matrix, matrix.diagonal().copy(), labels, bounds, alpha, gamma, 1e-3, 10**6, second_order)
             )
             assert abs((alpha * labels).sum()) < 1e-9
             assert violation(rows, labels, alpha, KERNELS["rbf"], bounds)[0] < 1e-3

@@ -485,7 +485,8 @@ class Solver:
         self._complete(chosen)
         before = chosen.alpha.copy()
         counts.steps += solve_pairs(
-            chosen.kernel, chosen.labels, chosen.bounds, chosen.alpha, chosen.gamma,
+            chosen.kernel, chosen.kernel.diagonal().copy(), chosen.labels, chosen.bounds,
+            chosen.alpha, chosen.gamma,
             max(options.tolerance / 2, self._violation / 10),
             _MOST_STEPS_PER_MEMBER * len(before) if options.working_set > 2 else 1,
             options.second_order,
