@@ -146,12 +146,23 @@ def products_by_row(rows: Any, others: Any, out: Any) -> None:
 
 
 @njit(cache=True)
-def half_squares(rows: Any) -> NDArray[np.float64]:
-    """-|x|^2 / 2 of each row, float64 [n], the terms added one after the other."""
-    result = np.empty(len(rows))
+def scale_rows(rows: Any, shift: Any, scale: float, halves: bool, out: Any) -> None:
+    """Samples less `shift`, times `scale`; of "rbf" with two more columns.
+
+    Args:
+        rows: float64 [n, m].
+        shift: float64 [m].
+        halves: Whether `out` has room for -|x|^2 / 2 of what has been rounded (the distance of a
+            sample from itself is nothing), its terms added one after the other, and for 1.
+        out: [n, m] or [n, m + 2], of the type that is wanted.
+    """
+    width = rows.shape[1]
     for r in range(len(rows)):
-        total = 0.0
-        for c in range(rows.shape[1]):
-            total += np.float64(rows[r, c]) * np.float64(rows[r, c])
-        result[r] = total / -2
-    return result
+        for c in range(width):
+            out[r, c] = (rows[r, c] - shift[c]) * scale
+        if halves:
+            total = 0.0
+            for c in range(width):
+                total += np.float64(out[r, c]) * np.float64(out[r, c])
+            out[r, width] = total / -2
+            out[r, width + 1] = 1.0

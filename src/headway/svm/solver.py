@@ -161,6 +161,27 @@ class Solution:
     predictions: tuple[Prediction, ...]
 
 
+def sides(labels: Array, bounds: Array, alpha: Array, gamma: Array) -> tuple[Array, Array]:
+    """Gamma where y a may rise, else infinity; where it may sink, else -infinity."""
+    positive = labels > 0
+    below, above = alpha < bounds, alpha > 0
+    rising = np.where(np.where(positive, below, above), gamma, np.inf)
+    sinking = np.where(np.where(positive, above, below), gamma, -np.inf)
+    return rising, sinking
+
+
+def solution_sums(labels: Array, bounds: Array, alpha: Array, gamma: Array) -> Array:
+    """What ranks add up for a solution: gamma of free multipliers, their number, the objective."""
+    free = (alpha > 0) & (alpha < bounds)
+    objective = ((alpha * labels * gamma).sum() - alpha.sum()) / 2
+    return np.array([gamma[free].sum(), free.sum(), objective])
+
+
+def steps_limit(options: SolverOptions, total: int) -> int:
+    """Steps of pairs after which a problem of so many samples is left unfinished."""
+    return options.most_steps if options.most_steps >= 0 else max(10**7, 100 * total)
+
+
 @dataclass
 class _Active:
     """The samples of this rank that take part in updates, packed."""
@@ -174,12 +195,7 @@ class _Active:
     aside: int = 0  # support vectors of the rank that do not: they are eliminated
 
     def sides(self) -> tuple[Array, Array]:
-        """Gamma where y a may rise, else infinity; where it may sink, else -infinity."""
-        positive = self.labels > 0
-        below, above = self.alpha < self.bounds, self.alpha > 0
-        rising = np.where(np.where(positive, below, above), self.gamma, np.inf)
-        sinking = np.where(np.where(positive, above, below), self.gamma, -np.inf)
-        return rising, sinking
+        return sides(self.labels, self.bounds, self.alpha, self.gamma)
 
 
 @dataclass
@@ -251,9 +267,7 @@ class Solver:
     def run(self) -> Iterator[Progress]:
         """Solve; a progress after every outer step."""
         options = self._options
-        most = (
-            options.most_steps if options.most_steps >= 0 else max(10**7, 100 * self._share.total)
-        )
+        most = steps_limit(options, self._share.total)
         while True:
             rising, sinking = self._active.sides()
             heads, ups, downs = self._propose(rising, sinking)
@@ -293,18 +307,8 @@ class Solver:
         )
         lowest, highest = float(ends[:, 0].min()), float(ends[:, 1].max())
         share = self._share
-        free = (self._alpha > 0) & (self._alpha < share.bounds)
-        sums = self._peers.sum(
-            np.array(
-                [
-                    self._gamma[free].sum(),
-                    free.sum(),
-                    (self._alpha * share.labels * self._gamma).sum() - self._alpha.sum(),
-                    self._counts.values,
-                ]
-            ),
-            "the solution",
-        )
+        own = solution_sums(share.labels, share.bounds, self._alpha, self._gamma)
+        sums = self._peers.sum(np.array([*own, self._counts.values]), "the solution")
         offset = sums[0] / sums[1] if sums[1] else (lowest + highest) / 2
         counts = self._counts
         return Solution(
@@ -312,7 +316,7 @@ class Solver:
             gamma=self._gamma.copy(),
             offset=float(offset),
             violation=highest - lowest,
-            objective=float(sums[2]) / 2,
+            objective=float(sums[2]),
             finished=highest - lowest <= self._options.tolerance,
             steps=counts.steps,
             outer=counts.outer,
