@@ -30,8 +30,9 @@ KernelFunction = Callable[[Matrix, Matrix], Array]
 
 CHUNK = 512
 """Rows and columns of a block: 1 MiB of float32, which the second cache holds."""
-_SMALLEST_EXPONENTS = {torch.float32: -87.0, torch.float64: -708.0}
-"""Exponents below these count as these: kernel values of 10^-38 and 10^-308."""
+_SMALLEST_EXPONENTS = {torch.float32: -60.0, torch.float64: -600.0}
+"""Exponents below these count as these: kernel values of 10^-26 and 10^-261, so that their products
+with multipliers do not underflow either."""
 FEW = 8
 """Columns up to which products are made row by row, alike wherever a row lies."""
 
@@ -66,7 +67,7 @@ class Kernel:
             products: x z of scaled samples; of "rbf" less half of the squares of both.
         """
         if self.name == "rbf":
-            # What underflows takes torch 2.13 (AVX-512) fifty times as long as what does not.
+            # What underflows takes torch 2.13 fifty times as long as what does not (AVX-512).
             return products.clamp_min_(_SMALLEST_EXPONENTS[products.dtype]).exp_()
         if self.name == "poly":
             return products.add_(self.coef0).pow_(self.degree)
@@ -316,11 +317,11 @@ def largest_value(kernel: Kernel, rows: Matrix) -> float:
     return float((kernel.gamma * square + abs(kernel.coef0)) ** kernel.degree)
 
 
-def kernel_values(samples: Samples, others: Samples) -> Array:
-    """Kernel values of a few samples with a few others, float64 [n, k]."""
+def kernel_values(samples: Samples, others: Samples, out: Array | None = None) -> Array:
+    """Kernel values of a few samples with a few others, float64 [n, k], contiguous."""
+    result = np.empty((len(samples), len(others))) if out is None else out
     columns = others.columns()
-    result = torch.empty(len(samples), len(others), dtype=torch.float64)
     for first in range(0, len(samples), CHUNK):
         last = min(first + CHUNK, len(samples))
-        samples.block(first, last, columns, result[first:last])
-    return result.numpy()
+        samples.block(first, last, columns, torch.from_numpy(result[first:last]))
+    return result

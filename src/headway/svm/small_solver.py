@@ -3,7 +3,7 @@
 Of several classes most problems are small, and their time would be that of the steps around the
 arithmetic (`solver.py`). Here every rank has all samples of the problem and solves it alone, alike:
 kernel values of all pairs in float32, one call of `solve_pairs`, gamma from the multipliers in
-float64. Where that violates more than the tolerance, the table is made again in float64.
+float64. Where that is not the solution, the table is made again in float64.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ _BLOCK = 128
 """Rows of a block: 1 MiB of float32 at most, which the second cache holds."""
 _STEPS = 100_000
 """After which votes are looked at: a tenth of a second."""
+_NARROWEST = 1e-5
+"""Below this tolerance the table is made in float64 at once."""
 _MARGIN = 15 / 16
 """Of the tolerance: what is left to the rounding of the table."""
 
@@ -79,7 +81,8 @@ class SmallSolver:
         options, began = self._options, time.monotonic()
         facts = (self._labels, self._bounds, self._alpha)
         most = steps_limit(options, len(self._labels))
-        table, diagonal = self._fill(torch.float32)
+        narrow = options.tolerance >= _NARROWEST
+        table, diagonal = self._fill(torch.float32 if narrow else torch.float64)
         while True:
             votes = np.bitwise_or.reduce(self._peers.gather(np.array([self.vote]), "the votes"))
             rising, sinking = sides(*facts, self._gamma)
@@ -91,8 +94,11 @@ class SmallSolver:
                     return
                 self._reconstruct()
                 continue
-            if self._reconstructions and table.dtype == np.float32:
+            if self._outer and table.dtype == np.float32:
+                # Too coarse, or so hard a problem that its time does not matter.
                 table, diagonal = self._fill(torch.float64)
+                self._reconstruct()
+                continue
             self._steps += solve_pairs(
                 table, diagonal, *facts, self._gamma, options.tolerance * _MARGIN,
                 min(most - self._steps, _STEPS), options.second_order,

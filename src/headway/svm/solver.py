@@ -58,6 +58,8 @@ _PATIENCE = 3
 """Reconstructions after which updates are made in float64."""
 _LARGEST_ERROR = 0.25
 """Of an update, as a part of the violation; above, updates are made in float64."""
+_MOST_STEPS = 10**9
+"""Where nobody says: scikit-learn has no limit, libsvm 10^7, which C of 1,000 needs at times."""
 _MOST_STEPS_PER_MEMBER = 100
 _EXACT_ROWS = 16 * CHUNK
 _MEAN_BITS = 20
@@ -91,8 +93,8 @@ class SolverOptions:
         tolerance: Largest violation of a solution.
         working_set: Samples that are solved for at once: 2 (the paper's) to 1,024.
         rule: When samples are eliminated.
-        most_steps: Steps of pairs after which an unfinished machine is returned; -1: libsvm's
-            limit, ten million or a hundred for each sample.
+        most_steps: Steps of pairs after which an unfinished machine is returned; -1: 10^9, or a
+            hundred for each sample.
         second_order: How the second sample of a pair is chosen; see `solve_pairs`.
     """
 
@@ -179,7 +181,7 @@ def solution_sums(labels: Array, bounds: Array, alpha: Array, gamma: Array) -> A
 
 def steps_limit(options: SolverOptions, total: int) -> int:
     """Steps of pairs after which a problem of so many samples is left unfinished."""
-    return options.most_steps if options.most_steps >= 0 else max(10**7, 100 * total)
+    return options.most_steps if options.most_steps >= 0 else max(_MOST_STEPS, 100 * total)
 
 
 @dataclass
@@ -478,7 +480,7 @@ class Solver:
         fresh, kept = chosen.fresh, chosen.kernel
         samples = prepare_samples(self._options.kernel, chosen.rows, torch.float64, self._shift)
         chosen.kernel = np.empty((len(samples), len(samples)))
-        chosen.kernel[:fresh] = kernel_values(samples.take(np.arange(fresh)), samples)
+        kernel_values(samples.take(np.arange(fresh)), samples, chosen.kernel[:fresh])
         chosen.kernel[fresh:, :fresh] = chosen.kernel[:fresh, fresh:].T
         chosen.kernel[fresh:, fresh:] = kept
         self._counts.values += chosen.fresh * len(samples) / self._peers.ranks

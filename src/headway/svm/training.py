@@ -40,7 +40,7 @@ class TrainingOptions:
         tolerance: Largest violation of a finished machine.
         working_set: Samples that are solved for at once, 2 to 1,024.
         rule: When samples are eliminated.
-        most_steps: Of each pair of classes; -1: libsvm's limit.
+        most_steps: Of each pair of classes; -1: see `SolverOptions`.
     """
 
     kernel: Kernel
