@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headway.cost.support_vectors import FILLS
 from headway.svm.arrays import Array
 from headway.svm.elimination import ADAPTIVE, NONE
 from headway.svm.kernels import FEW, Samples, prepare_samples, weighted_sums
@@ -32,8 +33,6 @@ from headway.svm.solver import (
     steps_limit,
 )
 
-FILLS = 4
-"""Working sets that a small problem may fill: 2,048 samples, and a table of 16 or 32 MiB."""
 _BLOCK = 128
 """Rows of a block: 1 MiB of float32 at most, which the second cache holds."""
 _STEPS = 100_000
@@ -47,6 +46,7 @@ _MARGIN = 15 / 16
 def is_small(total: int, options: SolverOptions) -> bool:
     """Whether a problem is solved with a table, by all ranks alike.
 
+    With working sets of 512 it may have 2,048 samples, and its table 16 MiB or, in float64, 32.
     Not where somebody asks for pairs (working sets of a few) or for one of the published rules.
     """
     return (
