@@ -5,7 +5,7 @@ Over the samples of a working set (Platt 1998), with the second-order choice of 
 the working set, far less than an interpreter needs to start one.
 
 Each pass is a loop that the compiler turns into vector instructions (numba 0.68, LLVM 20), which
-takes 0.5 us a step of 512 samples instead of 1.3. LLVM does so with the lowest or highest of whole
+takes 0.6 us a step of 512 samples instead of 1.3. LLVM does so with the lowest or highest of whole
 numbers, not of floats, so that floats are compared by their bits; and with loops of few arrays.
 """
 
