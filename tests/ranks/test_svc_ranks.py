@@ -47,20 +47,20 @@ def own_rows(world, X, y, *more):
 
 # -- identical iterates ------------------------------------------------------------------------
 
+# As few samples as come back after gamma was reconstructed; a step is two messages.
 PAIRS = [
-    ("default", NOISY, {}),
-    # These two come back to samples after gamma was reconstructed.
-    ("linear", NOISY, {"kernel": "linear", "C": 0.1, "elimination": "multi2"}),
-    ("sparse", NOISY, {"kernel": "linear", "C": 0.1, "elimination": "single2"}),
-    ("three", THREE, {"elimination": "multi5pc"}),
+    ("default", NOISY, 40, {}),
+    ("linear", NOISY, 90, {"kernel": "linear", "C": 0.1, "elimination": "multi2"}),
+    ("sparse", NOISY, 90, {"kernel": "linear", "C": 0.1, "elimination": "single2"}),
+    ("three", THREE, 60, {"elimination": "multi5pc"}),
 ]
 
 
 def fits_by_pairs(world):
     found = []
-    for name, (X, y), words in PAIRS:
-        rows = sparse.csr_matrix(X) if name == "sparse" else X
-        model = SVC(working_set=2, **words).fit(*own_rows(world, rows, y))
+    for name, (X, y), count, words in PAIRS:
+        rows = sparse.csr_matrix(X[:count]) if name == "sparse" else X[:count]
+        model = SVC(working_set=2, **words).fit(*own_rows(world, rows, y[:count]))
         again = [pair.reconstructions for pair in model.machine_.pairs]
         found.append(
             (
@@ -77,7 +77,7 @@ def fits_by_pairs(world):
 
 def test_iterates_of_pairs_are_the_same_on_any_number_of_ranks():
     alone, *others = (run_ranks(size, fits_by_pairs, timeout=120) for size in (1, 2, 3))
-    assert max(max(fit[4]) for fit in alone[0][1:3]) >= 2
+    assert all(max(fit[4]) >= 2 for fit in alone[0][:3])
     for world in others:
         for rank in world:
             for found, expected in zip(rank, alone[0], strict=True):
@@ -89,7 +89,8 @@ def test_iterates_of_pairs_are_the_same_on_any_number_of_ranks():
 # -- a world -----------------------------------------------------------------------------------
 
 CASES = {
-    "scale": (DIGITS, {"C": 5.0}),
+    "scale": (DIGITS, {"C": 5.0, "working_set": 16}),
+    # Small enough for a table of all kernel values.
     "balanced": (THREE, {"class_weight": "balanced", "kernel": "poly"}),
     "callable": (NOISY, {"kernel": lambda rows, others: rows @ others.T}),
 }

@@ -83,10 +83,11 @@ def bounds_of(model, y, weights=1.0):
     return model.C * weights * model.class_weight_[codes]
 
 
+@pytest.mark.parametrize("working_set", [512, 32])  # with a table of all kernel values, and not
 @pytest.mark.parametrize("case", CASES)
-def test_the_solution_is_that_of_scikit_learn_and_optimal_over_all_samples(case):
+def test_the_solution_is_that_of_scikit_learn_and_optimal_over_all_samples(case, working_set):
     (X, y), words = CASES[case]
-    ours = SVC(**words).fit(X, y)
+    ours = SVC(working_set=working_set, **words).fit(X, y)
     theirs = sklearn.svm.SVC(**words).fit(X, y)
     assert ours.fit_status_ == 0
     pairs = checked_machine(ours.machine_, X, y, bounds_of(ours, y))

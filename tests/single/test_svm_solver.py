@@ -14,7 +14,6 @@ from headway.svm.elimination import NONE, RULES, EliminationClock, RemainingWork
 from headway.svm.kernels import CHUNK, Kernel, kernel_values, prepare_samples, weighted_sums
 from headway.svm.pair_solver import solve_pairs
 from headway.svm.peers import Peers
-from headway.svm.products import exponentials
 from headway.svm.solver import STOP, Share, Solver, SolverOptions
 
 KERNELS = {
@@ -23,6 +22,9 @@ KERNELS = {
     "rbf": Kernel("rbf", gamma=0.7),
     "sigmoid": Kernel("sigmoid", gamma=0.05, coef0=-0.2),
 }
+
+
+FAR = np.diag(np.geomspace(20.0, 1e4, 20))
 
 
 def plain_kernel(kernel, one, other):
@@ -90,16 +92,12 @@ def test_blocks_are_the_kernel(kernel, form, others):
         assert np.abs((sums - wanted @ weights) / scale).max() < tolerance
 
 
-def test_exponentials_of_float32():
-    exponents = np.concatenate([-np.geomspace(1e-9, 86.9, 5000), [0.0, -0.0, -0.34657, -0.34658]])
-    found = exponents.astype(np.float32)[None]
-    wanted = np.exp(found[0].astype(np.float64))
-    exponentials(found, found.view(np.int32))
-    assert np.abs(found[0] / wanted - 1).max() < 1.5e-7
-    ends = np.array([[1e-6, -88.0, -1e30]], dtype=np.float32)
-    exponentials(ends, ends.view(np.int32))
-    assert ends[0, 0] == 1.0
-    assert (ends[0, 1:] < 1e-37).all()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_kernel_values_that_underflow_are_nothing(dtype):
+    one, other = (prepare_samples(KERNELS["rbf"], rows, dtype) for rows in (FAR, FAR[:9]))
+    found = one.block(0, len(FAR), other.columns()).numpy()
+    assert found[9:].max() < 1e-25
+    np.testing.assert_array_equal(found[:9] > 1e-25, np.eye(9, dtype=bool))
 
 
 def test_a_kernel_of_the_user_s_gets_the_samples_as_they_are():
@@ -139,7 +137,17 @@ def test_the_second_order_choice_takes_no_more_steps():
             alpha, gamma = np.zeros(200), -labels.copy()
             bounds = np.full(200, 2.0)
             steps.append(
-                solve_pairs(matrix, labels, bounds, alpha, gamma, 1e-3, 10**6, second_order)
+                solve_pairs(
+                    matrix,
+                    matrix.diagonal().copy(),
+                    labels,
+                    bounds,
+                    alpha,
+                    gamma,
+                    1e-3,
+                    10**6,
+                    second_order,
+                )
             )
             assert abs((alpha * labels).sum()) < 1e-9
             assert violation(rows, labels, alpha, KERNELS["rbf"], bounds)[0] < 1e-3

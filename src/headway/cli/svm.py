@@ -65,7 +65,7 @@ def train_svm(
         elimination: When samples are eliminated: adaptive, none, or as published: single2,
             single500, single1000, single5pc, single10pc, single50pc, multi2, ...
         working_set: Samples that are solved for at once, 2 to 1024.
-        max_steps: End unfinished after so many steps; by default libsvm's limit.
+        max_steps: End unfinished after so many steps; by default 10^9.
         test: More samples: the share that is predicted rightly is told.
         out: Where to write the machine, in libsvm's format or, with a name in .safetensors, in
             that; by default in the run directory.

@@ -103,7 +103,7 @@ class SVC(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         class_weight: None, "balanced", or a dictionary from labels to weights.
         verbose: Write a line about progress to standard error, once a second.
         max_iter: Steps of pairs for each pair of classes, after which the machine is unfinished;
-            looked at after every working set. -1: no limit but libsvm's.
+            looked at after every working set. -1: 10^9.
         decision_function_shape: "ovr" or "ovo".
         break_ties: As scikit-learn's.
         random_state: Accepted, and without effect: nothing is random.

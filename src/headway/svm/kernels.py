@@ -19,10 +19,9 @@ from torch import Tensor
 from headway.svm.arrays import Array, Indices, Matrix
 from headway.svm.products import (
     PackedColumns,
-    exponentials,
-    half_squares,
     pack_columns,
     products_by_row,
+    scale_rows,
     scaled_products,
 )
 
@@ -31,6 +30,9 @@ KernelFunction = Callable[[Matrix, Matrix], Array]
 
 CHUNK = 512
 """Rows and columns of a block: 1 MiB of float32, which the second cache holds."""
+_SMALLEST_EXPONENTS = {torch.float32: -60.0, torch.float64: -600.0}
+"""Exponents below these count as these: kernel values of 10^-26 and 10^-261, so that their products
+with multipliers do not underflow either."""
 FEW = 8
 """Columns up to which products are made row by row, alike wherever a row lies."""
 
@@ -64,12 +66,9 @@ class Kernel:
         Args:
             products: x z of scaled samples; of "rbf" less half of the squares of both.
         """
-        if self.name == "rbf" and products.dtype == torch.float32:
-            values = products.numpy()
-            exponentials(values, values.view(np.int32))
-            return products
         if self.name == "rbf":
-            return products.exp_()
+            # What underflows takes torch 2.13 fifty times as long as what does not (AVX-512).
+            return products.clamp_min_(_SMALLEST_EXPONENTS[products.dtype]).exp_()
         if self.name == "poly":
             return products.add_(self.coef0).pow_(self.degree)
         if self.name == "sigmoid":
@@ -86,11 +85,13 @@ class Samples(Protocol):
         """A copy of some of them, in this order."""
         ...
 
-    def block(self, first: int, last: int, others: Any) -> Tensor:
-        """Kernel values [last - first, others]; valid until the next block is asked for.
+    def block(self, first: int, last: int, others: Any, out: Tensor | None = None) -> Tensor:
+        """Kernel values [last - first, others].
 
         Args:
             others: What `columns` of such samples has returned.
+            out: Where they are written, contiguous; None: where they are valid until the next
+                block is asked for.
         """
         ...
 
@@ -99,13 +100,26 @@ class Samples(Protocol):
         ...
 
 
+class _Room:
+    """Memory of a block, used again for the next."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._values = torch.empty(0, dtype=dtype)
+
+    def of(self, rows: int, columns: int) -> Tensor:
+        """Values [rows, columns], not initialised."""
+        if self._values.numel() < rows * columns:
+            self._values = torch.empty(rows * columns, dtype=self._values.dtype)
+        return self._values[: rows * columns].view(rows, columns)
+
+
 class DenseSamples:
     """Scaled samples [n, m]; of "rbf" with two more columns, so that a product is the exponent."""
 
     def __init__(self, kernel: Kernel, values: Tensor) -> None:
         self.kernel = kernel
         self.values = values
-        self._room = torch.empty(0, dtype=values.dtype)
+        self._room = _Room(values.dtype)
 
     @classmethod
     def prepare(
@@ -118,19 +132,10 @@ class DenseSamples:
             shift: Subtracted from each, [m]: distances stay, and their rounding errors shrink.
         """
         count, width = rows.shape
-        more = 2 if kernel.name == "rbf" else 0
-        values = torch.empty(count, width + more, dtype=dtype)
-        for first in range(0, count, CHUNK):
-            part = torch.from_numpy(rows[first : first + CHUNK])
-            if shift is not None:
-                part = part - torch.from_numpy(shift)
-            part = part * kernel.scale
-            stretch = values[first : first + CHUNK]
-            stretch[:, :width] = part
-            if more:
-                # Of what has been rounded: the distance of a sample from itself is nothing.
-                stretch[:, width] = torch.from_numpy(half_squares(stretch[:, :width].numpy()))
-                stretch[:, width + 1] = 1.0
+        squares = kernel.name == "rbf"
+        values = torch.empty(count, width + 2 if squares else width, dtype=dtype)
+        shift = np.zeros(width) if shift is None else shift
+        scale_rows(rows, shift, kernel.scale, squares, values.numpy())
         return cls(kernel, values)
 
     def __len__(self) -> int:
@@ -145,11 +150,8 @@ class DenseSamples:
             return self.values.T
         return torch.cat([self.values[:, :-2], self.values[:, -2:].flip(1)], dim=1).T
 
-    def block(self, first: int, last: int, others: Tensor) -> Tensor:
-        wanted = (last - first) * others.shape[1]
-        if self._room.numel() < wanted:
-            self._room = torch.empty(wanted, dtype=self.values.dtype)
-        out = self._room[:wanted].view(last - first, others.shape[1])
+    def block(self, first: int, last: int, others: Tensor, out: Tensor | None = None) -> Tensor:
+        out = self._room.of(last - first, others.shape[1]) if out is None else out
         if others.shape[1] <= FEW:
             products_by_row(
                 self.values[first:last].numpy(), others.T.contiguous().numpy(), out.numpy()
@@ -170,7 +172,7 @@ class SparseSamples:
         self._halves = (squares / -2).astype(rows.dtype)
         if kernel.name != "rbf":
             self._halves[:] = 0
-        self._room = np.empty(0, dtype=rows.dtype)
+        self._room = _Room(dtype)
 
     @classmethod
     def prepare(cls, kernel: Kernel, rows: sparse.csr_matrix, dtype: torch.dtype) -> SparseSamples:
@@ -189,14 +191,12 @@ class SparseSamples:
     def columns(self) -> PackedColumns:
         return pack_columns(self.rows, self._halves)
 
-    def block(self, first: int, last: int, others: PackedColumns) -> Tensor:
-        count = len(others.start)
-        wanted = (last - first) * count
-        if self._room.size < wanted:
-            self._room = np.empty(wanted, dtype=self.rows.dtype)
-        out = self._room[:wanted].reshape(last - first, count)
-        scaled_products(self.rows, self._halves, first, last, others, out)
-        return self.kernel.of_products(torch.from_numpy(out))
+    def block(
+        self, first: int, last: int, others: PackedColumns, out: Tensor | None = None
+    ) -> Tensor:
+        out = self._room.of(last - first, len(others.start)) if out is None else out
+        scaled_products(self.rows, self._halves, first, last, others, out.numpy())
+        return self.kernel.of_products(out)
 
 
 class CallableKernelSamples:
@@ -215,10 +215,11 @@ class CallableKernelSamples:
     def columns(self) -> Matrix:
         return self.rows
 
-    def block(self, first: int, last: int, others: Matrix) -> Tensor:
+    def block(self, first: int, last: int, others: Matrix, out: Tensor | None = None) -> Tensor:
         assert self.kernel.function is not None
-        values = self.kernel.function(self.rows[first:last], others)
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64))
+        found = self.kernel.function(self.rows[first:last], others)
+        values = torch.from_numpy(np.ascontiguousarray(found, dtype=np.float64))
+        return values if out is None else out.copy_(values)
 
 
 def prepare_samples(
@@ -316,11 +317,11 @@ def largest_value(kernel: Kernel, rows: Matrix) -> float:
     return float((kernel.gamma * square + abs(kernel.coef0)) ** kernel.degree)
 
 
-def kernel_values(samples: Samples, others: Samples) -> Array:
-    """Kernel values of a few samples with a few others, float64 [n, k]."""
+def kernel_values(samples: Samples, others: Samples, out: Array | None = None) -> Array:
+    """Kernel values of a few samples with a few others, float64 [n, k], contiguous."""
+    result = np.empty((len(samples), len(others))) if out is None else out
     columns = others.columns()
-    result = np.empty((len(samples), len(others)))
     for first in range(0, len(samples), CHUNK):
         last = min(first + CHUNK, len(samples))
-        result[first:last] = samples.block(first, last, columns).numpy()
+        samples.block(first, last, columns, torch.from_numpy(result[first:last]))
     return result

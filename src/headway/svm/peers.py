@@ -56,7 +56,7 @@ class Peers:
 
     def gather(self, values: Array, doing: str) -> Array:
         """Equal arrays of all ranks, [ranks, ...]; collective."""
-        return np.stack(self.gather_arrays(values, doing))
+        return values[None] if self.world is None else np.stack(self.gather_arrays(values, doing))
 
     def gather_arrays(self, values: Array, doing: str) -> list[Array]:
         """Arrays of any length in their first dimension, by rank; collective."""

@@ -146,51 +146,23 @@ def products_by_row(rows: Any, others: Any, out: Any) -> None:
 
 
 @njit(cache=True)
-def half_squares(rows: Any) -> NDArray[np.float64]:
-    """-|x|^2 / 2 of each row, float64 [n], the terms added one after the other."""
-    result = np.empty(len(rows))
-    for r in range(len(rows)):
-        total = 0.0
-        for c in range(rows.shape[1]):
-            total += np.float64(rows[r, c]) * np.float64(rows[r, c])
-        result[r] = total / -2
-    return result
-
-
-_F = np.float32
-_LOG2_E = _F(1 / np.log(2))
-# ln 2 in two parts: products of the first with whole numbers of an exponent are exact.
-_LN2_HIGH, _LN2_LOW = _F(355 / 512), _F(np.log(2) - 355 / 512)
-_SMALLEST, _HALF, _ONE, _ZERO = _F(-87.0), _F(0.5), _F(1.0), _F(0.0)
-# (e^t - 1 - t) / t^2 on [-ln 2 / 2, ln 2 / 2], interpolated at the roots of Chebyshev's polynomial.
-_P5, _P4, _P3, _P2, _P1, _P0 = (
-    np.polynomial.Chebyshev.interpolate(
-        lambda t: (np.expm1(t) - t) / t**2, 5, domain=[-np.log(2) / 2, np.log(2) / 2]
-    )
-    .convert(kind=np.polynomial.Polynomial)
-    .coef.astype(_F)
-)
-
-
-@njit(cache=True, fastmath={"contract", "nnan", "nsz"}, error_model="numpy")
-def exponentials(values: Any, bits: Any) -> None:
-    """exp of numbers that are not positive, in place, to a relative 1e-7; a third of torch's time.
+def scale_rows(rows: Any, shift: Any, scale: float, halves: bool, out: Any) -> None:
+    """Samples less `shift`, times `scale`; of "rbf" with two more columns.
 
     Args:
-        values: float32 [n, q]; above 0 by rounding at most: it counts as 0.
-        bits: The same memory as int32.
+        rows: float64 [n, m].
+        shift: float64 [m].
+        halves: Whether `out` has room for -|x|^2 / 2 of what has been rounded (the distance of a
+            sample from itself is nothing), its terms added one after the other, and for 1.
+        out: [n, m] or [n, m + 2], of the type that is wanted.
     """
-    powers = np.empty(values.shape[1], np.int32)
-    for r in range(len(values)):
-        row, row_bits = values[r], bits[r]
-        # Two loops, each of which the compiler turns into vector instructions.
-        for k in range(len(powers)):
-            value = row[k] if row[k] > _SMALLEST else _SMALLEST
-            value = value if value < _ZERO else _ZERO
-            power = np.int32(value * _LOG2_E - _HALF)
-            rest = value - _F(power) * _LN2_HIGH - _F(power) * _LN2_LOW
-            total = ((((_P0 * rest + _P1) * rest + _P2) * rest + _P3) * rest + _P4) * rest + _P5
-            row[k] = total * rest * rest + rest + _ONE
-            powers[k] = power
-        for k in range(len(powers)):
-            row_bits[k] += powers[k] << np.int32(23)
+    width = rows.shape[1]
+    for r in range(len(rows)):
+        for c in range(width):
+            out[r, c] = (rows[r, c] - shift[c]) * scale
+        if halves:
+            total = 0.0
+            for c in range(width):
+                total += np.float64(out[r, c]) * np.float64(out[r, c])
+            out[r, width] = total / -2
+            out[r, width + 1] = 1.0

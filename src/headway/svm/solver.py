@@ -58,6 +58,8 @@ _PATIENCE = 3
 """Reconstructions after which updates are made in float64."""
 _LARGEST_ERROR = 0.25
 """Of an update, as a part of the violation; above, updates are made in float64."""
+_MOST_STEPS = 10**9
+"""Where nobody says: scikit-learn has no limit, libsvm 10^7, which C of 1,000 needs at times."""
 _MOST_STEPS_PER_MEMBER = 100
 _EXACT_ROWS = 16 * CHUNK
 _MEAN_BITS = 20
@@ -91,8 +93,8 @@ class SolverOptions:
         tolerance: Largest violation of a solution.
         working_set: Samples that are solved for at once: 2 (the paper's) to 1,024.
         rule: When samples are eliminated.
-        most_steps: Steps of pairs after which an unfinished machine is returned; -1: libsvm's
-            limit, ten million or a hundred for each sample.
+        most_steps: Steps of pairs after which an unfinished machine is returned; -1: 10^9, or a
+            hundred for each sample.
         second_order: How the second sample of a pair is chosen; see `solve_pairs`.
     """
 
@@ -161,6 +163,27 @@ class Solution:
     predictions: tuple[Prediction, ...]
 
 
+def sides(labels: Array, bounds: Array, alpha: Array, gamma: Array) -> tuple[Array, Array]:
+    """Gamma where y a may rise, else infinity; where it may sink, else -infinity."""
+    positive = labels > 0
+    below, above = alpha < bounds, alpha > 0
+    rising = np.where(np.where(positive, below, above), gamma, np.inf)
+    sinking = np.where(np.where(positive, above, below), gamma, -np.inf)
+    return rising, sinking
+
+
+def solution_sums(labels: Array, bounds: Array, alpha: Array, gamma: Array) -> Array:
+    """What ranks add up for a solution: gamma of free multipliers, their number, the objective."""
+    free = (alpha > 0) & (alpha < bounds)
+    objective = ((alpha * labels * gamma).sum() - alpha.sum()) / 2
+    return np.array([gamma[free].sum(), free.sum(), objective])
+
+
+def steps_limit(options: SolverOptions, total: int) -> int:
+    """Steps of pairs after which a problem of so many samples is left unfinished."""
+    return options.most_steps if options.most_steps >= 0 else max(_MOST_STEPS, 100 * total)
+
+
 @dataclass
 class _Active:
     """The samples of this rank that take part in updates, packed."""
@@ -174,12 +197,7 @@ class _Active:
     aside: int = 0  # support vectors of the rank that do not: they are eliminated
 
     def sides(self) -> tuple[Array, Array]:
-        """Gamma where y a may rise, else infinity; where it may sink, else -infinity."""
-        positive = self.labels > 0
-        below, above = self.alpha < self.bounds, self.alpha > 0
-        rising = np.where(np.where(positive, below, above), self.gamma, np.inf)
-        sinking = np.where(np.where(positive, above, below), self.gamma, -np.inf)
-        return rising, sinking
+        return sides(self.labels, self.bounds, self.alpha, self.gamma)
 
 
 @dataclass
@@ -251,9 +269,7 @@ class Solver:
     def run(self) -> Iterator[Progress]:
         """Solve; a progress after every outer step."""
         options = self._options
-        most = (
-            options.most_steps if options.most_steps >= 0 else max(10**7, 100 * self._share.total)
-        )
+        most = steps_limit(options, self._share.total)
         while True:
             rising, sinking = self._active.sides()
             heads, ups, downs = self._propose(rising, sinking)
@@ -293,18 +309,8 @@ class Solver:
         )
         lowest, highest = float(ends[:, 0].min()), float(ends[:, 1].max())
         share = self._share
-        free = (self._alpha > 0) & (self._alpha < share.bounds)
-        sums = self._peers.sum(
-            np.array(
-                [
-                    self._gamma[free].sum(),
-                    free.sum(),
-                    (self._alpha * share.labels * self._gamma).sum() - self._alpha.sum(),
-                    self._counts.values,
-                ]
-            ),
-            "the solution",
-        )
+        own = solution_sums(share.labels, share.bounds, self._alpha, self._gamma)
+        sums = self._peers.sum(np.array([*own, self._counts.values]), "the solution")
         offset = sums[0] / sums[1] if sums[1] else (lowest + highest) / 2
         counts = self._counts
         return Solution(
@@ -312,7 +318,7 @@ class Solver:
             gamma=self._gamma.copy(),
             offset=float(offset),
             violation=highest - lowest,
-            objective=float(sums[2]) / 2,
+            objective=float(sums[2]),
             finished=highest - lowest <= self._options.tolerance,
             steps=counts.steps,
             outer=counts.outer,
@@ -474,7 +480,7 @@ class Solver:
         fresh, kept = chosen.fresh, chosen.kernel
         samples = prepare_samples(self._options.kernel, chosen.rows, torch.float64, self._shift)
         chosen.kernel = np.empty((len(samples), len(samples)))
-        chosen.kernel[:fresh] = kernel_values(samples.take(np.arange(fresh)), samples)
+        kernel_values(samples.take(np.arange(fresh)), samples, chosen.kernel[:fresh])
         chosen.kernel[fresh:, :fresh] = chosen.kernel[:fresh, fresh:].T
         chosen.kernel[fresh:, fresh:] = kept
         self._counts.values += chosen.fresh * len(samples) / self._peers.ranks
@@ -485,7 +491,8 @@ class Solver:
         self._complete(chosen)
         before = chosen.alpha.copy()
         counts.steps += solve_pairs(
-            chosen.kernel, chosen.labels, chosen.bounds, chosen.alpha, chosen.gamma,
+            chosen.kernel, chosen.kernel.diagonal().copy(), chosen.labels, chosen.bounds,
+            chosen.alpha, chosen.gamma,
             max(options.tolerance / 2, self._violation / 10),
             _MOST_STEPS_PER_MEMBER * len(before) if options.working_set > 2 else 1,
             options.second_order,

@@ -22,6 +22,7 @@ from headway.svm.elimination import ADAPTIVE, Elimination
 from headway.svm.kernels import Kernel
 from headway.svm.machine import Machine, PairFacts, pairs_of
 from headway.svm.peers import Peers
+from headway.svm.small_solver import SmallSolver, is_small
 from headway.svm.solver import SAVE, STOP, Progress, Share, Solver, SolverOptions
 
 _FIRST_SAVE_SECONDS = 1.0
@@ -39,7 +40,7 @@ class TrainingOptions:
         tolerance: Largest violation of a finished machine.
         working_set: Samples that are solved for at once, 2 to 1,024.
         rule: When samples are eliminated.
-        most_steps: Of each pair of classes; -1: libsvm's limit.
+        most_steps: Of each pair of classes; -1: see `SolverOptions`.
     """
 
     kernel: Kernel
@@ -215,18 +216,16 @@ class _Training:
             first=int(counts[: self.peers.rank].sum()),
             total=int(counts.sum()),
         )
-        solver = Solver(
-            share,
-            SolverOptions(
-                options.kernel,
-                options.tolerance,
-                options.working_set,
-                options.rule,
-                options.most_steps,
-            ),
-            self.peers,
-            None if before is None else self._local(before, chosen),
+        solving = SolverOptions(
+            options.kernel,
+            options.tolerance,
+            options.working_set,
+            options.rule,
+            options.most_steps,
         )
+        start = None if before is None else self._local(before, chosen)
+        make = SmallSolver if is_small(share.total, solving) else Solver
+        solver = make(share, solving, self.peers, start)
         labels = self.classes[[one, other]].tolist()
         solver.vote = STOP if self.stop() else 0
         for progress in solver.run():

@@ -85,7 +85,7 @@ class MachineJob:
         if not 2 <= self.working_set <= 1024:
             yield f"a working set has 2 to 1024 samples, not {self.working_set}"
         if self.most_steps < -1:
-            yield f"at most {self.most_steps} steps: -1 is libsvm's limit"
+            yield f"at most {self.most_steps} steps: -1 is 10^9"
 
 
 @dataclass(frozen=True, kw_only=True)
