@@ -141,7 +141,8 @@ class SmallSolver:
 
     def state(self) -> Array:
         """Multipliers of this rank's samples: all that a run needs to go on."""
-        return self._alpha[self._own].copy()
+        found: Array = self._alpha[self._own].copy()
+        return found
 
     def _prepare(self, dtype: torch.dtype) -> Samples:
         return prepare_samples(self._options.kernel, self._rows, dtype, self._shift)
