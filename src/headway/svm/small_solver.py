@@ -141,8 +141,8 @@ class SmallSolver:
 
     def state(self) -> Array:
         """Multipliers of this rank's samples: all that a run needs to go on."""
-        found: Array = self._alpha[self._own].copy()
-        return found
+        alpha: Array = self._alpha[self._own].copy()
+        return alpha
 
     def _prepare(self, dtype: torch.dtype) -> Samples:
         return prepare_samples(self._options.kernel, self._rows, dtype, self._shift)
@@ -156,7 +156,7 @@ class SmallSolver:
             last = min(first + _BLOCK, count)
             samples.block(first, last, columns, table[first:last])
         self._count(count, count)
-        return table.numpy(), table.diagonal().double().numpy()
+        return table.numpy(), table.diagonal().double().contiguous().numpy()
 
     def _reconstruct(self) -> None:
         """Gamma of all samples from their multipliers."""
