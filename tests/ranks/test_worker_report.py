@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def one_is_slow(model: nn.Module, batch: Any, stretch: float = 1.0) -> torch.Ten
 def trained(
     directory: Path,
     *,
-    optimizer: type[torch.optim.SGD] = torch.optim.SGD,
+    optimizer: Callable[..., torch.optim.SGD] = torch.optim.SGD,
     stretch: float = 1.0,
     **words: Any,
 ) -> tuple[WorkersSection, str]:
@@ -98,20 +98,21 @@ def causes_of(rows: Sequence[LoggedRankStep]) -> set[str]:
 class Late(torch.optim.SGD):
     """An optimiser that takes its time, for a server that is busy; its messages do, too."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, *arguments: Any, stretch: float, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.stretch = stretch
 
         def put_late(channel: Channel, message: Any) -> None:
             # Of what is sent together, once: the second does not queue behind the first.
             if not isinstance(getattr(message, "message", None), Push):
-                time.sleep(LATENCY)
+                time.sleep(stretch * LATENCY)
             put_message(channel, message)
 
         # In the process of each rank.
         messages.put_message = put_late
 
     def step(self, closure: Any = None) -> Any:
-        time.sleep(UPDATE)
+        time.sleep(self.stretch * UPDATE)
         return super().step(closure)
 
 
@@ -119,7 +120,9 @@ def test_a_simulated_run_is_stale_and_waits_as_the_live_one(tmp_path: Path) -> N
     """With one worker six times slower the bound decides, not chance: what is late is the same, and
     the waits are split alike between the bound, the busy server and the messages' way."""
     words: dict[str, Any] = {"kind": "bounded", "delay_bound": 2, "topology": "single"}
-    trained(tmp_path / "run", optimizer=Late, **words)
+    stretch = patient(1.0)  # shares of the time are the same, and the processor's part is smaller
+    late = partial(Late, stretch=stretch)
+    trained(tmp_path / "run", optimizer=late, stretch=stretch, **words)
     live = read_history(tmp_path / "run").rank_steps
     run = make_run(Synchrony(**words), [StillReplica(1) for _ in range(3)], [StillReplica()])
     seconds = {0: QUICK, 1: SLOW, 2: QUICK}
