@@ -35,15 +35,15 @@ def test_a_host_is_excluded_for_ever_or_twice_as_long_each_time():
     hosts.update({"a": 1, "b": 1}, 0)
     hosts.exclude("a", 0)
     hosts.update(None, 1e9)
-    assert (named(hosts.slots()), hosts.excluded, hosts.hopeless) == (["b[0]"], ("a",), False)
+    assert (named(hosts.slots()), hosts.excluded, hosts.all_excluded) == (["b[0]"], ("a",), False)
     hosts.exclude("b", 1e9)
-    assert hosts.hopeless
+    assert hosts.all_excluded
     hosts = ElasticHosts(cooldown=(10, 30))
     hosts.update({"a": 1}, 0)
     now = 0.0
     for seconds in (10, 20, 30, 30):
         hosts.exclude("a", now)
-        assert not hosts.hopeless
+        assert not hosts.all_excluded
         hosts.update({"a": 1}, now + seconds - 1)
         assert hosts.slots() == ()
         now += seconds

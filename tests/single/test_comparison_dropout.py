@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from headway.comparison.dropout import turn_off_dropout
+from headway.comparison.adapter import turn_off_dropout
 
 
 @dataclass(frozen=True)

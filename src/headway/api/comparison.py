@@ -326,7 +326,7 @@ class _Comparison:
         cells: By framework and number of processes.
         reached: By number of processes, the losses of the serial reference.
         expected: Those that the others must have: the same, or without dropout.
-        draws: Of a recipe that draws random numbers in each step: what is said of the losses.
+        note: Of the losses, where the recipe draws random numbers in each step; "": it does not.
         ulp_apart: As `expected`, of parameters a last bit apart; made once some losses differ.
     """
 
@@ -345,7 +345,7 @@ class _Comparison:
     plans: dict[int, Plan] = field(default_factory=dict)
     reached: dict[int, tuple[float, ...]] = field(default_factory=dict)
     expected: dict[int, tuple[float, ...]] = field(default_factory=dict)
-    draws: str = ""
+    note: str = ""
     ulp_apart: dict[int, tuple[float, ...] | None] = field(default_factory=dict)
     model_bytes: int = 0
 
@@ -412,7 +412,7 @@ class _Comparison:
             if result.draws:
                 still = self._run(_SERIAL, 1, 0, shares=count, dropout=False)
                 self.expected[count] = still.losses
-                self.draws = _STILL_DRAWS if still.draws else _WITHOUT_DROPOUT
+                self.note = _STILL_DRAWS if still.draws else _WITHOUT_DROPOUT
         except TrialFailed as failure:
             raise RunError(
                 "the recipe does not train in one plain process",
@@ -462,19 +462,19 @@ class _Comparison:
             TrialFailed: Without dropout the framework does not get through.
         """
         losses, expected = result.losses, self.expected[count]
-        if self.draws:
+        if self.note:
             losses = self._run(contender, count, 0, dropout=False).losses
         work = SameWork.compare(losses, expected)
         if work.step is not None:
             work = SameWork.compare(losses, expected, self._losses_ulp_apart(count))
-        return replace(work, note=self.draws)
+        return replace(work, note=self.note)
 
     def _losses_ulp_apart(self, count: int) -> tuple[float, ...] | None:
         """Of the reference from parameters a last bit apart; None: it does not train."""
         if count not in self.ulp_apart:
             self.ulp_apart[count] = None
             with contextlib.suppress(TrialFailed):
-                apart = self._run(_ULP_APART, 1, 0, shares=count, dropout=not self.draws)
+                apart = self._run(_ULP_APART, 1, 0, shares=count, dropout=not self.note)
                 self.ulp_apart[count] = apart.losses
         return self.ulp_apart[count]
 

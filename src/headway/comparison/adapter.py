@@ -16,6 +16,7 @@ methods add to those of `frameworks.plain.PlainLoop` is what a user has to chang
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -24,7 +25,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from headway.comparison.dropout import turn_off_dropout
 from headway.data import Cursor, Loader
 from headway.data.source import Source
 from headway.plans import BatchSplit, Plan
@@ -35,6 +35,8 @@ from headway.run.step.randomness import build_model
 from headway.run.step.setup import stepped_each_step
 
 Reads = Literal["its share", "the whole batch", "by itself"]
+_DROPOUT_KINDS = ("drop", "stochasticdepth")
+"""In the names of the classes whose probability is `p`: torch's, torchvision's and timm's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,3 +153,25 @@ def num_samples(batch: Any) -> int:
         if isinstance(leaf, Tensor) and leaf.ndim:
             return len(leaf)
     raise ValueError("a batch without a tensor")
+
+
+def turn_off_dropout(model: nn.Module) -> None:
+    """Set every probability of dropout to 0.
+
+    It is `p` of a dropout module, or a number above 0 and up to 1 whose name contains "drop"
+    ("attn_dropout", "drop_prob"), of a module or of the configuration that it holds, as in
+    Hugging Face's models. A probability that is written into `forward` stays.
+    """
+    for module in model.modules():
+        if any(part in type(module).__name__.lower() for part in _DROPOUT_KINDS):
+            _zero(module, "p")
+        for holder in (module, getattr(module, "config", None)):
+            for name in [name for name in getattr(holder, "__dict__", ()) if "drop" in name]:
+                _zero(holder, name)
+
+
+def _zero(holder: object, name: str) -> None:
+    value = getattr(holder, name, None)
+    if isinstance(value, float) and 0 < value <= 1:
+        with suppress(AttributeError):  # a frozen configuration; modules have numbers of their own
+            setattr(holder, name, 0.0)

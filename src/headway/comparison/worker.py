@@ -24,6 +24,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headway.atomic_files import write_atomically
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -134,10 +136,7 @@ def main(alive: list[FrameworkAdapter]) -> int:
             return 1
         finally:
             faulthandler.unregister(signal.SIGUSR1)
-    path = readings_file(job.folder, job.rank)
-    aside = path.with_suffix(".part")
-    aside.write_text(json.dumps(asdict(readings)))
-    aside.rename(path)
+    write_atomically(readings_file(job.folder, job.rank), json.dumps(asdict(readings)))
     return 0
 
 

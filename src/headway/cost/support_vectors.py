@@ -40,7 +40,7 @@ SPARSE_FACTOR = 4.0
 a term."""
 PAIR_SECONDS = 1.2e-9
 """Of a step of the small problem, for each sample of the working set; measured on one core."""
-FILLS = 4
+TABLE_WORKING_SETS = 4
 """Working sets that a problem with a table of all kernel values may fill (`svm.small_solver`)."""
 PAIRS_PER_MEMBER = (0.5, 1.3)
 """Steps of the small problem in an outer step, for each sample of the working set: KDD04, Adult."""
@@ -127,7 +127,7 @@ def rank_memory(
         "working set": _working_set_bytes(data, working_set),
         "blocks": min(own, STRETCH) * (2 * exact + data.row_bytes) + READING_BYTES,
     }
-    small = min(data.rows, FILLS * working_set)
+    small = min(data.rows, TABLE_WORKING_SETS * working_set)
     if data.classes > 2:
         parts["samples of a pair"] = own * data.row_bytes
     if data.classes > 2 or small == data.rows:

@@ -18,7 +18,7 @@ from headway.floodfill.canvas import Mask
 from headway.floodfill.network import FloodFillingNetwork, ResidualModule
 
 Precision = Literal["float32", "bfloat16"]
-_SHAPE = ([1, 1, 1], [1, 1, 1], [1, 1, 1], 1)
+_GEOMETRY = ([1, 1, 1], [1, 1, 1], [1, 1, 1], 1)
 """Padding, stride, dilation and groups of a convolution."""
 
 
@@ -83,13 +83,13 @@ def _hidden(network: FloodFillingNetwork, given: Tensor) -> Tensor:
         assert isinstance(module, ResidualModule)
         update, b = _convolve(module.a, functional.relu(hidden), "relu"), module.b
         torch.ops.mkldnn._convolution_pointwise_.binary(
-            hidden, update, b.weight, b.bias, *_SHAPE, "add", 1.0, None, [], None
+            hidden, update, b.weight, b.bias, *_GEOMETRY, "add", 1.0, None, [], None
         )
     return hidden
 
 
 def _convolve(layer: nn.Conv3d, given: Tensor, then: str = "none") -> Tensor:
     made: Tensor = torch.ops.mkldnn._convolution_pointwise(
-        given, layer.weight, layer.bias, *_SHAPE, then, [], ""
+        given, layer.weight, layer.bias, *_GEOMETRY, then, [], ""
     )
     return made

@@ -21,7 +21,7 @@ from headway.horovod.engine.settings import HorovodSettings
 from headway.horovod.engine.trace import OperationTrace
 from headway.horovod.exceptions import HorovodInternalError, RankRemoved
 from headway.run.distributed.elastic_world import ElasticMember
-from headway.run.distributed.launch_env import ElasticCaller, LaunchEnv, horovod_variables
+from headway.run.distributed.launch_env import ElasticWorkerEnv, LaunchEnv, horovod_variables
 
 global_process_set = ProcessSet([])
 """All ranks."""
@@ -71,12 +71,12 @@ class Session:
             RankRemoved: The elastic job goes on without this process.
         """
         settings = HorovodSettings.of(horovod_variables())
-        caller = ElasticCaller.here()
-        if caller is None:
+        env = ElasticWorkerEnv.here()
+        if env is None:
             self._begin(meet(LaunchEnv.here(), settings.start_seconds), settings, process_sets)
             return
         if self.member is None:
-            self.member = ElasticMember(caller)
+            self.member = ElasticMember(env)
         while True:
             world, store = self.member.next_world()
             place = self.member.place(world)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headway.cost.support_vectors import FILLS
+from headway.cost.support_vectors import TABLE_WORKING_SETS
 from headway.svm.arrays import Array
 from headway.svm.elimination import ADAPTIVE, NONE
 from headway.svm.kernels import FEW, Samples, prepare_samples, weighted_sums
@@ -51,7 +51,7 @@ def is_small(total: int, options: SolverOptions) -> bool:
     """
     return (
         options.working_set > FEW
-        and total <= FILLS * options.working_set
+        and total <= TABLE_WORKING_SETS * options.working_set
         and options.rule in (ADAPTIVE, NONE)
     )
 

@@ -90,11 +90,13 @@ class SetCollectives:
         """
         op = HorovodOp(requests[0].op)
         dtype = inputs[0].dtype
-        lies = self._flat(inputs, outputs)
-        flat = self._buffer(dtype, sum(map(torch.Tensor.numel, inputs))) if lies is None else lies
+        in_place = self._flat(inputs, outputs)
+        flat = in_place
+        if flat is None:
+            flat = self._buffer(dtype, sum(map(torch.Tensor.numel, inputs)))
         parts = _parts(flat, inputs)
         for part, given, request in zip(parts, inputs, requests, strict=True):
-            if lies is None:
+            if in_place is None:
                 part.copy_(given)
             scale_(part, request.before)
         if op == HorovodOp.ADASUM:

@@ -171,14 +171,10 @@ def meet(
         UsageError: The agreed port of rank 0 is taken.
     """
     over = over or threading.Event()
-    if store is not None:
-        pass
-    elif dist.is_available() and dist.is_initialized():
+    if store is None and dist.is_available() and dist.is_initialized():
         place, store = _meet_in_default_group(place)
-    elif place.ranks > 1:
+    elif store is None and place.ranks > 1:
         store = join_rendezvous(place, seconds).store
-    else:
-        store = None
     if place.ranks == 1:
         return Meeting(place=place, others={}, nodes=(place.node,), token=b"")
     deadline = time.monotonic() + seconds
@@ -260,7 +256,7 @@ def _join(
     place: LaunchEnv, store: Any, node: str, deadline: float, over: threading.Event
 ) -> Meeting:
     where = f"rank {place.rank}"
-    if not _told(store, "horovod/address", deadline, over):
+    if not _await_key(store, "horovod/address", deadline, over):
         raise Stalled("rank 0 did not come to hvd.init()", where=where)
     notice = unseal(store.get("horovod/address"), job_secret(), "rank 0's address")
     address, port, secret = notice.split(" ")
@@ -279,7 +275,7 @@ def _join(
     raise Stalled("some rank did not come to hvd.init()", where=where)
 
 
-def _told(store: Any, key: str, deadline: float, over: threading.Event) -> bool:
+def _await_key(store: Any, key: str, deadline: float, over: threading.Event) -> bool:
     """Wait until there is a value; whether there is."""
     while (left := deadline - time.monotonic()) > 0 and not over.is_set():
         try:

@@ -7,6 +7,9 @@ process and their state, others are started. A host on which a worker failed is 
 other workers are ended. The job is complete when all workers have ended with status 0.
 
 One thread looks every `_TICK_SECONDS` at the hosts, the processes and what workers say.
+
+What imports torch (the store, `elastic_world`) is imported where a job begins or goes on, so that
+errors of the command line come at once.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from headway.launch.elastic.settings import ElasticSettings
 from headway.launch.elastic.worker_process import ElasticProcess, explain_status, is_here
 from headway.launch.forkserver import restored_environment
 from headway.launch.preflight import threads_for
-from headway.run.distributed.launch_env import LOOPBACK, ElasticCaller, LaunchEnv
+from headway.run.distributed.launch_env import LOOPBACK, ElasticWorkerEnv, LaunchEnv
 from headway.units import counted
 
 _TICK_SECONDS = 0.1
@@ -224,7 +227,7 @@ class ElasticDriver:
         if self._complete():
             return True
         there = self._slots()
-        if self.hosts.hopeless:
+        if self.hosts.all_excluded:
             raise self._failure("and no host is left on which no worker has failed")
         if len(there) < self.settings.min_processes:
             self._short_since = now if self._short_since is None else self._short_since
@@ -425,7 +428,7 @@ class ElasticDriver:
                 self._workers.append(_Worker(name, slot, rank, self._world, process))
 
     def _start(self, name: str, place: Any, ranks: int, nodes: int) -> ElasticProcess:
-        caller = ElasticCaller(self._address, self._port, name)
+        env = ElasticWorkerEnv(self._address, self._port, name)
         output = self.output
         if output is not None:
             output /= f"rank.{place.rank}"
@@ -443,7 +446,7 @@ class ElasticDriver:
             "OMP_NUM_THREADS": str(threads_for(place.local_ranks)),
             **self.variables,
             **{f"HOROVOD_{key}": str(value) for key, value in horovod.items()},
-            **caller.to_variables(),
+            **env.to_variables(),
         }
         return ElasticProcess(place.host, self.command, variables, self.settings.ssh, output)
 

@@ -60,7 +60,7 @@ class ElasticHosts:
         return tuple(self._excluded)
 
     @property
-    def hopeless(self) -> bool:
+    def all_excluded(self) -> bool:
         """Whether all hosts are excluded for ever."""
         return bool(self._slots) and all(
             self._excluded.get(host) == float("inf") for host in self._slots

@@ -28,7 +28,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
 from headway.documents import parse_json
 from headway.errors import RunError
 from headway.run.distributed.job_store import call_job_store
-from headway.run.distributed.launch_env import ElasticCaller, LaunchEnv
+from headway.run.distributed.launch_env import ElasticWorkerEnv, LaunchEnv
 
 _WORLD, _NOTICE = "elastic/world", "elastic/notice"
 _LOOK_SECONDS = 0.25
@@ -122,14 +122,14 @@ class ElasticMember:
     """This worker, as one of an elastic job.
 
     Args:
-        caller: Where the launcher's store is, and what it calls this worker.
+        env: Where the launcher's store is, and what it calls this worker.
 
     Attributes:
         over: Set when the world of this worker is over.
         listeners: Called with what has become of the hosts, by a thread of this object.
     """
 
-    caller: ElasticCaller
+    env: ElasticWorkerEnv
     over: threading.Event = field(default_factory=threading.Event)
     listeners: list[Callable[[HostChange], None]] = field(default_factory=list)
     _number: int = 0
@@ -150,7 +150,7 @@ class ElasticMember:
         """
         store = self._reached()
         self._waits = True
-        store.set(f"elastic/arrived/{self.caller.worker}", str(self._number))
+        store.set(f"elastic/arrived/{self.env.worker}", str(self._number))
         pause = threading.Event()
         while True:
             notice = _notice(store)
@@ -166,12 +166,12 @@ class ElasticMember:
 
     def _reached(self) -> Store:
         if self._store is None:
-            caller = self.caller
-            self._store = call_job_store(caller.address, caller.port, _STORE_SECONDS)
+            env = self.env
+            self._store = call_job_store(env.address, env.port, _STORE_SECONDS)
             if self._store is None:
                 raise RunError(
-                    f"the launcher of this job does not answer at {caller.address}:{caller.port}",
-                    where=f"worker {caller.worker}",
+                    f"the launcher of this job does not answer at {env.address}:{env.port}",
+                    where=f"worker {env.worker}",
                     fix="Look for its errors; give --network-interfaces the one that this host "
                     "reaches.",
                 )
@@ -185,7 +185,7 @@ class ElasticMember:
 
     def place(self, world: ElasticWorld) -> LaunchEnv | None:
         """This worker's place; None: the world is without it."""
-        own = world.places.get(self.caller.worker)
+        own = world.places.get(self.env.worker)
         if own is None:
             return None
         return LaunchEnv(
@@ -198,7 +198,7 @@ class ElasticMember:
             attempt=world.number - 1,
             launcher="elastic",
             master_address=world.master_address,
-            interface=self.caller.interface,
+            interface=self.env.interface,
         )
 
     def hear(self, notice: ElasticNotice) -> None:

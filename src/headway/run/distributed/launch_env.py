@@ -146,7 +146,7 @@ def horovod_variables(environ: Mapping[str, str] | None = None) -> dict[str, str
 
 
 @dataclass(frozen=True)
-class ElasticCaller:
+class ElasticWorkerEnv:
     """A worker of an elastic job: where its launcher's store is, and what it calls the worker.
 
     Attributes:
@@ -159,7 +159,7 @@ class ElasticCaller:
     interface: str = ""
 
     @classmethod
-    def here(cls, environ: Mapping[str, str] | None = None) -> ElasticCaller | None:
+    def here(cls, environ: Mapping[str, str] | None = None) -> ElasticWorkerEnv | None:
         """This process, if it is one."""
         env = os.environ if environ is None else environ
         if not env.get(ELASTIC):
