@@ -53,8 +53,11 @@ def test_any_number_of_processes_writes_the_same_volume(volume):
 def test_sub_volumes_are_put_together_for_any_number_of_processes(volume):
     cut = ("--subvolume", "28,44,30", "--overlap", "12,12,12")
     one, facts = segmented(volume, "one.h5", *cut)
-    two, _ = segmented(volume, "precomputed:two", *cut, "-n", "2")
+    two, split = segmented(volume, "precomputed:two", *cut, "-n", "2")
+    three, _ = segmented(volume, "three.npy", *cut, "-n", "3")
     assert (one == two).all()
+    assert (one == three).all()
+    assert facts["moves"] == split["moves"]
     assert set(np.unique(one)) == set(range(facts["objects"] + 1))
     # Nobody's voxels are lost where the volume is cut.
     whole, _ = segmented(volume, "whole.npy")
@@ -123,9 +126,10 @@ def finish(job: subprocess.Popen[str]) -> str:
     return err
 
 
-def test_after_a_death_and_after_the_death_of_all_the_result_is_the_same(long_job, tmp_path):
-    whole, _ = segmented(tmp_path, "whole.npy")
-    job = long_job("killed.npy")
+@pytest.mark.parametrize("cut", [(), ("--subvolume", "40,44,30", "--overlap", "12,12,12")])
+def test_after_a_death_and_after_the_death_of_all_the_result_is_the_same(cut, long_job, tmp_path):
+    whole, _ = segmented(tmp_path, "whole.npy", *cut)
+    job = long_job("killed.npy", *cut)
     work = tmp_path / "killed.npy.work"
     wait_until_settled(work, 3, job)
     os.kill(workers_of(job)[-1], signal.SIGKILL)
@@ -136,7 +140,7 @@ def test_after_a_death_and_after_the_death_of_all_the_result_is_the_same(long_jo
     job.communicate()
     before = int(np.load(work / "ledger-00000" / "counts.npy")[0])
     assert not (tmp_path / "killed.npy").exists()
-    again = long_job("killed.npy")
+    again = long_job("killed.npy", *cut)
     err = finish(again)
     assert before >= 6
     assert "killed by SIGKILL" not in err

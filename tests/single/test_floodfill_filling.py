@@ -12,7 +12,8 @@ from headway.errors import DataError, UsageError
 from headway.floodfill import segmentation_worker
 from headway.floodfill.agreement import agreement, contingency
 from headway.floodfill.array_files import check_grey_values, check_image
-from headway.floodfill.canvas import Canvas, FillingOptions
+from headway.floodfill.canvas import Canvas, FilledObject, FillingOptions
+from headway.floodfill.crews import Crews, prepare_crews
 from headway.floodfill.movement import MoveQueue, face_moves
 from headway.floodfill.network import FloodFillingNetwork, scale_image
 from headway.floodfill.prediction import FovPredictor
@@ -254,6 +255,35 @@ def test_of_a_body_one_seed_is_filled_at_a_time(tmp_path):
     assert ledger.figures().under_way == 1
 
 
+def test_where_much_was_in_vain_nothing_is_begun_ahead_until_it_is_earned(tmp_path):
+    seeds = np.array([[8, 8, 8 + 4 * number] for number in range(6)], np.int32)
+    prepare_ledger(tmp_path / "ledger", (20, 20, 40), seeds, np.arange(1, 7, dtype=np.int32))
+    ledger = SeedLedger(tmp_path / "ledger", distance=(1, 1, 1), min_size=20)
+
+    def weak(index, fields):
+        where = tuple(int(part) for part in seeds[index])
+        ledger.submit(index, FilledObject(np.array([where] * fields), where, (1, 1, 1), None))
+
+    assert [ledger.claim(), ledger.claim()] == [0, 1]
+    ledger.give_up(1, None, 199)
+    assert ledger.claim() == 1  # one field is left
+    ledger.give_up(1, None, 3)
+    assert ledger.claim() is None
+    weak(0, 40)  # its turn it was: a twentieth of 40 fields, and not more than that
+    assert ledger.claim() == 1
+    assert ledger.claim() is None
+    weak(1, 20)
+    assert [ledger.claim(), ledger.claim()] == [2, 3]
+    weak(3, 40)  # kept: a fourth of 40 fields
+    weak(2, 1)
+    assert [ledger.claim(), ledger.claim()] == [4, 5]
+    ledger.give_up(5, None, 11)
+    assert ledger.claim() == 5
+    ledger.give_up(5, None, 1)
+    assert ledger.claim() is None
+    assert ledger.figures().in_vain == 199 + 3 + 11 + 1
+
+
 def test_threads_are_lent_to_the_seed_whose_turn_it_is_if_it_gets_cores(monkeypatch):
     ledger = SimpleNamespace(busy=1, settled=7)
     clock = {"wall": 0.0, "cpu": 0.0}
@@ -265,7 +295,7 @@ def test_threads_are_lent_to_the_seed_whose_turn_it_is_if_it_gets_cores(monkeypa
     )
     monkeypatch.setattr(torch, "get_num_threads", lambda: given[-1])
     monkeypatch.setattr(torch, "set_num_threads", given.append)
-    lend = LentThreads(ledger, processes=3)
+    lend = LentThreads(ledger, processes=lambda: 3)
 
     def fields(number, cores, index=7):
         for _ in range(number):
@@ -285,6 +315,30 @@ def test_threads_are_lent_to_the_seed_whose_turn_it_is_if_it_gets_cores(monkeypa
 
 
 # -- sub-volumes ----------------------------------------------------------------------------------
+
+
+def test_each_process_begins_a_sub_volume_and_joins_others_at_the_end(tmp_path):
+    prepare_crews(tmp_path, [False, True, False])
+    crews = [Crews(tmp_path) for _ in range(3)]
+    assert [one.join() for one in crews] == [(0, True), (2, True), (0, False)]
+    assert (crews[0].size(0), crews[0].size(1), crews[0].size(2)) == (2, 0, 1)
+    assert crews[1].complete == 1
+    assert crews[1].leave(2, complete=True)
+    assert crews[1].join() == (0, False)
+    # Two are still inside: they may hold its files.
+    assert not crews[1].leave(0, complete=True)
+    assert not crews[0].leave(0, complete=True)
+    assert crews[2].join() is None
+    assert crews[2].leave(0, complete=True)
+    assert crews[2].complete == 3
+
+
+def test_one_that_is_stopped_leaves_its_sub_volume_open(tmp_path):
+    prepare_crews(tmp_path, [False])
+    crews = Crews(tmp_path)
+    assert crews.join() == (0, True)
+    assert not crews.leave(0, complete=False)
+    assert crews.join() == (0, True)
 
 
 @pytest.mark.parametrize("size", [(24, 20, 22), (30, 20, 38), (18, 18, 18)])

@@ -74,7 +74,7 @@ def segment(
         preload=(_ENTRY,),
         on_restart=on_restart,
     )
-    figures = next((found for found in launched.results if found is not None), ())
+    figures = job.figures(len(parts))
     if launched.stopped_by is not None or len(figures) < len(parts):
         return SegmentationResult(
             objects=0,

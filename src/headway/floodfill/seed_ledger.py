@@ -13,7 +13,9 @@ their turn, and the result is the same, bit by bit:
 Which seeds are filled ahead decides only how much work is in vain. Most seeds end inside the object
 of an earlier one, so that of each group of them that the image suggests to be of one body
 (`seeds.py`) one is filled at a time, and none while an object reaches into the group. A process
-gives up an object that meets one of an earlier seed.
+gives up an object that meets one of an earlier seed. And there is a budget: what is filled ahead
+in vain is taken from it, and where it is used up no object is begun ahead, so that processes lend
+their threads to the object whose turn it is (`segmentation_worker.py`), which is nearly as good.
 
 All of it is in files of one folder, mapped by every process and changed under a lock, so that a
 process may be killed at any moment: what is settled is settled, an object that is filled stays so
@@ -42,7 +44,12 @@ SKIPPED, WEAK, SMALL = 0, -1, -2
 """Outcomes of a seed that has no id: inside an object, too weak, too small."""
 WINDOW = 4096
 """Seeds after the first one that is not settled which may be filled ahead."""
-_SETTLED, _IN_VAIN = 0, 1
+_SETTLED, _IN_VAIN, _BUDGET = 0, 1, 2
+# Of the budget, for each field of view. Two threads on one object make 1.87 times the fields of
+# one (benchmarks/2026-11-floodfill-inference.md), so that filling ahead pays from about four kept
+# fields for each one in vain on; what an object earns whose turn it is lets it be tried again.
+_LOST, _EARNED_AHEAD, _EARNED = 20, 5, 1
+_FIRST_BUDGET, _LARGEST_BUDGET = 200 * _LOST, 400 * _LOST
 
 Box = tuple[slice, ...]
 
@@ -87,14 +94,18 @@ def prepare_ledger(
         "segments": (shape, np.int32),
         "owners": (shape, np.int32),
         "status": ((len(seeds),), np.int8),
+        "ahead": ((len(seeds),), np.bool_),
         "ids": ((len(seeds),), np.int32),
         "moves": ((len(seeds),), np.int32),
         "voxels": ((len(seeds),), np.int64),
-        "counts": ((2,), np.int64),
+        "counts": ((3,), np.int64),
     }
     for name, (size, kind) in made.items():
         # Of zeros, which a file system keeps as holes.
-        np.lib.format.open_memmap(aside / f"{name}.npy", "w+", kind, size).flush()
+        array = np.lib.format.open_memmap(aside / f"{name}.npy", "w+", kind, size)
+        if name == "counts":
+            array[_BUDGET] = _FIRST_BUDGET
+        array.flush()
     np.save(aside / "seeds.npy", seeds)
     np.save(aside / "groups.npy", groups)
     (aside / "lock").touch()
@@ -129,6 +140,7 @@ class SeedLedger:
         self.segments = self._mapped("segments")
         self._owners, self._status = self._mapped("owners"), self._mapped("status")
         self._ids, self._moves = self._mapped("ids"), self._mapped("moves")
+        self._ahead = self._mapped("ahead")
         self._voxels, self._counts = self._mapped("voxels"), self._mapped("counts")
 
     def _mapped(self, name: str) -> NDArray[Any]:
@@ -185,12 +197,12 @@ class SeedLedger:
                 return None
             index: int | None = first
             if status[0] != _FREE:
-                index = self._ahead(first, status)
+                index = self._next_ahead(first, status) if self._counts[_BUDGET] > 0 else None
             if index is not None:
-                self._status[index] = _CLAIMED
+                self._ahead[index], self._status[index] = index > first, _CLAIMED
             return index
 
-    def _ahead(self, first: int, status: NDArray[np.int8]) -> int | None:
+    def _next_ahead(self, first: int, status: NDArray[np.int8]) -> int | None:
         """The first free seed in no object and, as far as is known, of a body of its own."""
         seeds, groups = (array[first : first + WINDOW] for array in (self.seeds, self._groups))
         voxels = tuple(seeds.T)
@@ -270,7 +282,7 @@ class SeedLedger:
         # Voxels with this id are left from a process that was killed at this place.
         new = int(np.count_nonzero(self._ids[:index] > 0)) + 1
         if not self._is_open(self.seed(index), new):
-            self._counts[_IN_VAIN] += len(moves)
+            self._lose(len(moves))
             self._finish(index, SKIPPED, box)
             return True
         visited = self.segments[tuple(moves.T)]
@@ -303,6 +315,7 @@ class SeedLedger:
         self, index: int, outcome: int, box: Box | None = None, *, moves: int = 0, voxels: int = 0
     ) -> None:
         self._ids[index], self._moves[index], self._voxels[index] = outcome, moves, voxels
+        self._add_to_budget(moves * (_EARNED_AHEAD if self._ahead[index] else _EARNED))
         self._unmark(index, box)
         # Last, and eight bytes: a process is killed before it or after it.
         self._counts[_SETTLED] = index + 1
@@ -310,9 +323,16 @@ class SeedLedger:
 
     def _free(self, index: int, box: Box | None, moves: int) -> None:
         self._unmark(index, box)
-        self._counts[_IN_VAIN] += moves
+        self._lose(moves)
         self._moves[index] = 0
         self._status[index] = _FREE
+
+    def _lose(self, moves: int) -> None:
+        self._counts[_IN_VAIN] += moves
+        self._add_to_budget(-_LOST * moves)
+
+    def _add_to_budget(self, part: int) -> None:
+        self._counts[_BUDGET] = min(_LARGEST_BUDGET, int(self._counts[_BUDGET]) + part)
 
     def _unmark(self, index: int, box: Box | None) -> None:
         if box is not None:

@@ -19,7 +19,11 @@ from headway.floodfill.array_files import new_array
 from headway.floodfill.canvas import FillingOptions
 from headway.floodfill.network import Triple
 from headway.floodfill.prediction import Precision
+from headway.floodfill.seed_ledger import LedgerFigures
 from headway.floodfill.subvolumes import Subvolume, cut_volume, reconcile
+
+_WORK_VERSION = 2
+"""Of the files of the folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +63,23 @@ class SegmentationJob:
         facts.pop("out")
         return dict(parse_json(json.dumps(facts)))
 
+    def ledger_path(self, number: int) -> Path:
+        """The work on a sub-volume that is not finished."""
+        return self.folder / f"ledger-{number:05d}"
+
+    def segments_path(self, number: int) -> Path:
+        """The ids of a sub-volume that is finished."""
+        return self.folder / f"segments-{number:05d}.npy"
+
+    def figures_path(self, number: int) -> Path:
+        """The figures of a sub-volume, written last."""
+        return self.segments_path(number).with_suffix(".json")
+
+    def figures(self, parts: int) -> list[LedgerFigures]:
+        """Of the sub-volumes that are finished."""
+        paths = (self.figures_path(number) for number in range(parts))
+        return [LedgerFigures(**parse_json(path.read_text())) for path in paths if path.exists()]
+
     def parts(self, shape: Triple) -> list[Subvolume]:
         """The sub-volumes; see `cut_volume`."""
         return cut_volume(shape, self.subvolume, self.overlap, self.fov)
@@ -71,7 +92,7 @@ def prepare_folder(job: SegmentationJob) -> None:
         UsageError: There is work of another job.
     """
     noted = job.folder / "job.json"
-    facts = job.facts()
+    facts = job.facts() | {"work": _WORK_VERSION}
     if not noted.exists():
         job.folder.mkdir(exist_ok=True)
         noted.write_text(json.dumps(facts, indent=1))
@@ -87,18 +108,13 @@ def prepare_folder(job: SegmentationJob) -> None:
         )
 
 
-def finished_path(job: SegmentationJob, number: int) -> Path:
-    """The ids of a sub-volume that is finished."""
-    return job.folder / f"segments-{number:05d}.npy"
-
-
 def write_volume(
     job: SegmentationJob, shape: Triple, parts: list[Subvolume], counts: list[int]
 ) -> int:
     """Write the whole volume; returns the number of its objects."""
 
     def ids(number: int, box: tuple[slice, ...]) -> Any:
-        array = np.load(finished_path(job, number), mmap_mode="r")
+        array = np.load(job.segments_path(number), mmap_mode="r")
         starts = (part.start for part in parts[number].box)
         return array[
             tuple(slice(b.start - s, b.stop - s) for b, s in zip(box, starts, strict=True))

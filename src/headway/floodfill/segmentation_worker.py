@@ -8,14 +8,15 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import torch
 
-from headway.documents import parse_json
+from headway.atomic_files import write_atomically
 from headway.floodfill.array_files import open_array
 from headway.floodfill.canvas import Canvas
+from headway.floodfill.crews import Crews, prepare_crews
 from headway.floodfill.network import Triple, scale_image
 from headway.floodfill.prediction import FovPredictor
 from headway.floodfill.seed_ledger import (
@@ -25,92 +26,103 @@ from headway.floodfill.seed_ledger import (
     release_claims,
 )
 from headway.floodfill.seeds import peak_seeds, seed_groups
-from headway.floodfill.segmentation_job import SegmentationJob, finished_path
+from headway.floodfill.segmentation_job import SegmentationJob
 from headway.floodfill.weight_files import read_network
 from headway.run.distributed.launch_env import LaunchEnv
 from headway.run.distributed.world import World
 from headway.run.training.stop_request import StopRequest
 from headway.units import counted
 
-_POLL_SECONDS = 0.02
+# What waits must not take time from lent threads, which wait for each other.
+_POLL_SECONDS = 0.1
 _LINE_SECONDS = 2.0
 _BUSY = 0.75
 """Share of its cores that a process with borrowed threads must get."""
 _FIELDS_ALONE = 50
 
 
-def segment_in_worker(place: LaunchEnv, job: SegmentationJob) -> list[LedgerFigures]:
-    """Segment all sub-volumes, one after the other, with the other processes.
-
-    Returns:
-        The figures of the sub-volumes that are finished.
-    """
+def segment_in_worker(place: LaunchEnv, job: SegmentationJob) -> None:
+    """Segment all sub-volumes with the other processes, or until a signal asks for the end."""
     image = open_array(job.volume)
     parts = job.parts(tuple(image.shape))
     network = read_network(job.weights, fov=job.fov, deltas=job.deltas)
     predict = FovPredictor(network, job.precision)
-    done: list[LedgerFigures] = []
     with StopRequest() as request, World.join(place) as world:
+        if world.rank == 0:
+            _release_all(job, len(parts))
+        world.barrier("waits for the work that is kept to be looked through")
 
         def stopped() -> bool:
             return request.requested is not None
 
-        for number, part in enumerate(parts):
-            world.barrier(f"waits for sub-volume {number + 1} to begin")
-            if not (figures := _figures_path(job, number)).exists():
-                voxels = np.asarray(image[part.box])
-                folder = job.folder / f"ledger-{number:05d}"
-                if world.rank == 0:
-                    _begin(folder, voxels, job)
-                world.barrier(f"waits for the seeds of sub-volume {number + 1}")
-                ledger = SeedLedger(
-                    folder,
-                    distance=job.options.min_boundary_distance,
-                    min_size=job.options.min_size,
-                )
-                canvas = Canvas(
-                    scale_image(voxels), predict, job.options, fov=job.fov, deltas=job.deltas
-                )
-                line = ProgressLine(ledger, f"sub-volume {number + 1} of {len(parts)}")
-                _Filler(
-                    ledger,
-                    canvas,
-                    stopped,
-                    tell=line if world.rank == 0 else lambda: None,
-                    lend=LentThreads(ledger, world.ranks),
-                ).fill_all()
-                if not ledger.finished:
-                    return done
-                world.barrier(f"waits for sub-volume {number + 1} to end")
-                if world.rank == 0:
-                    _end(folder, ledger, finished_path(job, number), figures)
-                world.barrier(f"waits for sub-volume {number + 1} to be written")
-            done.append(LedgerFigures(**parse_json(figures.read_text())))
-    return done
+        crews = Crews(job.folder)
+        while not stopped() and (joined := crews.join()) is not None:
+            number, first = joined
+            voxels = np.asarray(image[parts[number].box])
+            if first:
+                _prepare(job, number, voxels)
+            ledger = _open_ledger(job, number, stopped)
+            if ledger is None:
+                return
+            canvas = Canvas(
+                scale_image(voxels), predict, job.options, fov=job.fov, deltas=job.deltas
+            )
+            line = ProgressLine(ledger, partial(_place_in_volume, crews, number, len(parts)))
+            _Filler(
+                ledger,
+                canvas,
+                stopped,
+                tell=line if world.rank == 0 else lambda: None,
+                lend=LentThreads(ledger, partial(crews.size, number)),
+            ).fill_all()
+            if crews.leave(number, complete=ledger.finished):
+                _end(job, number, ledger)
 
 
-def _figures_path(job: SegmentationJob, number: int) -> Path:
-    return finished_path(job, number).with_suffix(".json")
+def _release_all(job: SegmentationJob, parts: int) -> None:
+    """Nobody works at what processes that were killed have left."""
+    for number in range(parts):
+        if job.ledger_path(number).exists():
+            release_claims(job.ledger_path(number))
+    prepare_crews(job.folder, [job.figures_path(number).exists() for number in range(parts)])
 
 
-def _begin(folder: Path, voxels: np.ndarray, job: SegmentationJob) -> None:
-    if not folder.exists():
-        seeds = peak_seeds(voxels)
-        margin = np.array(job.fov) // 2
-        inside = ((seeds >= margin) & (seeds < np.array(voxels.shape) - margin)).all(axis=1)
-        seeds = seeds[inside]
-        prepare_ledger(folder, voxels.shape, seeds, seed_groups(voxels, seeds))
-    release_claims(folder)
+def _prepare(job: SegmentationJob, number: int, voxels: np.ndarray) -> None:
+    folder = job.ledger_path(number)
+    if folder.exists():
+        return
+    seeds = peak_seeds(voxels)
+    margin = np.array(job.fov) // 2
+    inside = ((seeds >= margin) & (seeds < np.array(voxels.shape) - margin)).all(axis=1)
+    seeds = seeds[inside]
+    prepare_ledger(folder, voxels.shape, seeds, seed_groups(voxels, seeds))
 
 
-def _end(folder: Path, ledger: SeedLedger, path: Path, figures: Path) -> None:
+def _open_ledger(
+    job: SegmentationJob, number: int, stopped: Callable[[], bool]
+) -> SeedLedger | None:
+    """The ledger, once the first process there has prepared it; None: a signal came before."""
+    folder = job.ledger_path(number)
+    while not folder.exists():
+        if stopped():
+            return None
+        time.sleep(_POLL_SECONDS)
+    options = job.options
+    return SeedLedger(folder, distance=options.min_boundary_distance, min_size=options.min_size)
+
+
+def _end(job: SegmentationJob, number: int, ledger: SeedLedger) -> None:
     """Keep the ids, and say that they are complete, last."""
+    folder, path = job.ledger_path(number), job.segments_path(number)
     path.unlink(missing_ok=True)
     path.hardlink_to(folder / "segments.npy")
-    aside = figures.with_suffix(".part")
-    aside.write_text(json.dumps(asdict(ledger.figures())))
-    aside.rename(figures)
+    write_atomically(job.figures_path(number), json.dumps(asdict(ledger.figures())))
     shutil.rmtree(folder)
+
+
+def _place_in_volume(crews: Crews, number: int, parts: int) -> str:
+    name = f"sub-volume {number + 1} of {parts}"
+    return f"{name} ({crews.complete} complete)" if parts > 1 else name
 
 
 @dataclass(frozen=True)
@@ -173,7 +185,7 @@ class LentThreads:
     it then goes on without them for a while.
     """
 
-    def __init__(self, ledger: SeedLedger, processes: int) -> None:
+    def __init__(self, ledger: SeedLedger, processes: Callable[[], int]) -> None:
         self._ledger, self._processes = ledger, processes
         self._own = self._now = torch.get_num_threads()
         self._index, self._alone = -1, 0
@@ -189,7 +201,7 @@ class LentThreads:
         self._index, self._wall, self._used = index, wall, used
         self._alone = max(0, self._alone - 1)
         may = index == self._ledger.settled and not self._alone
-        idle = self._processes - self._ledger.busy if may else 0
+        idle = self._processes() - self._ledger.busy if may else 0
         threads = self._own * (1 + max(0, idle))
         if threads != self._now:
             torch.set_num_threads(threads)
@@ -213,7 +225,7 @@ class _SeenBox:
 class ProgressLine:
     """A line about a sub-volume on standard error, now and then."""
 
-    def __init__(self, ledger: SeedLedger, name: str) -> None:
+    def __init__(self, ledger: SeedLedger, name: Callable[[], str]) -> None:
         self._ledger, self._name = ledger, name
         self._began = time.monotonic()
         self._next = self._began + _LINE_SECONDS
@@ -227,7 +239,7 @@ class ProgressLine:
         self._next = now + _LINE_SECONDS
         figures, before, seconds = self._ledger.figures(), self._before, now - self._began
         sys.stderr.write(
-            f"{self._name}: {counted(figures.objects, 'object')}, "
+            f"{self._name()}: {counted(figures.objects, 'object')}, "
             f"{figures.voxels / 1e6:.2f} million voxels "
             f"({(figures.voxels - before.voxels) / seconds:,.0f}/s), "
             f"{counted(figures.moves, 'field')} of view "
