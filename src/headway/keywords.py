@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -116,8 +117,10 @@ def _mistakes(
         for p in parameters.values()
         if p.default is p.empty and p.kind not in fixed and p.name not in {*taken, *named}
     ]
-    # A misspelt name is one mistake, not two.
-    if missing and not found:
+    # A misspelt name is one mistake, not two: its sentence has the right one.
+    told = " ".join(found)
+    missing = [name for name in missing if not re.search(rf"\b{name}\b", told)]
+    if missing:
         many = "arguments are" if len(missing) > 1 else "argument is"
         written = ", ".join(f"{name}=..." for name in missing)
         found.append(f"{len(missing)} {many} missing: write {written}")

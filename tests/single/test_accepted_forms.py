@@ -149,6 +149,17 @@ def test_all_mistakes_of_a_recipe_are_told_together():
     ]  # fmt: skip
 
 
+def test_what_is_missing_is_told_beside_what_is_unknown_but_not_twice():
+    given = {"model": lambda: NET, "data": lambda: X, "batch": 4}
+    with pytest.raises(headway.RecipeError) as refused:
+        headway.Recipe(**given, stop="1 epoch", epochs=3)  # type: ignore[arg-type]
+    assert "3 arguments are missing: write name=..., loss=..., optimizer=..." in refused.value.why
+    with pytest.raises(headway.RecipeError) as refused:
+        headway.Recipe(**given, stop="1 epoch", nam="x")  # type: ignore[arg-type]
+    assert "no argument nam; did you mean name" in str(refused.value)
+    assert "2 arguments are missing: write loss=..., optimizer=..." in refused.value.why
+
+
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
