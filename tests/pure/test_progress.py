@@ -88,6 +88,24 @@ def test_every_event_as_text():
     check_golden("progress.txt", "\n".join(line for line in lines if line is not None))
 
 
+def progress_of(seconds, waiting):
+    progress = Progress().after(START)
+    for number in range(1, 31):
+        progress = progress.after(step(number, seconds=seconds))
+        progress = progress.after(rank_step(number, seconds=seconds, exposed=waiting))
+    return progress
+
+
+def test_a_run_that_has_mostly_waited_is_told_of_the_search():
+    stop = {"event": "stop", "reason": "complete", "step": 30}
+    assert describe_event(stop, progress_of(0.3, waiting=0.24)) == (
+        "complete at step 30\nranks waited for each other in 80% of a step: "
+        "`headway train --plan auto` looks for a plan that waits less"
+    )
+    for quiet in (progress_of(0.3, waiting=0.1), progress_of(0.003, waiting=0.0024)):
+        assert describe_event(stop, quiet) == "complete at step 30"
+
+
 @pytest.mark.parametrize(
     ("step_seconds", "done", "eta"),
     [(0.75, 999, "1s"), (0.166, 120, "2m26s"), (10.0, 1, "2h46m"), (0.5, 1000, "0s")],

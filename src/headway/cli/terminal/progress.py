@@ -73,6 +73,7 @@ Event = Mapping[str, Any]
 RECENT = 20
 """Steps over which speed and exchange are averaged."""
 _STEPS = ("step", "svm_step")
+_MUCH_WAITING, _LONG_STEP = 0.5, 0.05
 EVERY_SECONDS = 2.0
 POLL_SECONDS = 0.1
 
@@ -174,7 +175,7 @@ def describe_event(event: Event, progress: Progress, cause: str = "") -> str | N
         case "note" | "warning" as kind:
             return f"{'warning: ' * (kind == 'warning')}{event['text']}"
         case "stop":
-            return _stopped(event)
+            return _stopped(event) + _other_plans(progress)
         case _:
             return None
 
@@ -240,6 +241,19 @@ def _stopped(event: Event) -> str:
     if event["reason"] == "complete":
         return f"complete at step {event['step']}"
     return f"stopped by {event['reason']} at step {event['step']}; continue with --resume"
+
+
+def _other_plans(progress: Progress) -> str:
+    """What would help a run that has mostly waited and whose plan no search has chosen."""
+    waited = fmean(progress.exposed or (0.0,))
+    # Of shorter steps it may be overhead, which no plan takes away.
+    long = median(progress.seconds or (0.0,)) >= _LONG_STEP
+    if progress.expected is not None or waited < _MUCH_WAITING or not long:
+        return ""
+    return (
+        f"\nranks waited for each other in {waited:.0%} of a step: "
+        "`headway train --plan auto` looks for a plan that waits less"
+    )
 
 
 def _loss(value: float) -> str:
