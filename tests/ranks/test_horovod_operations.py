@@ -545,7 +545,9 @@ def test_places_timeline_and_variables(world):
         "HOROVOD_CROSS_SIZE": "1",
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(world.directory),
+        "HOROVOD_TIMELINE": "DYNAMIC",
     }
+    os.chdir(world.directory)
     trace = world.directory / "trace.json"
     for turn in range(2):
         with session(process_sets="dynamic"):
@@ -561,3 +563,4 @@ def test_places_timeline_and_variables(world):
             names = [event["name"] for event in json.loads(trace.read_text())]
             assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "CYCLE_START"} <= set(names)
         assert not hvd.is_initialized()
+    assert not (world.directory / "DYNAMIC").exists()

@@ -302,6 +302,10 @@ class AdasumStep(torch.optim.Optimizer):
         """Raises: a step is never without an exchange."""
         raise AssertionError("Skipping synchronization is not supported when using Adasum.")
 
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Nothing to prepare: gradients add up here until the step, however many there are."""
+        self.horovod_options = replace(self.horovod_options, passes=passes)
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """This rank's step, combined with those of the others.
 
