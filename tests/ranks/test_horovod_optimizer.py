@@ -332,6 +332,29 @@ def test_adasum_combines_updates(world):
     hvd.shutdown()
 
 
+@ranks(2)
+def test_parameters_that_are_added_later_are_exchanged(world):
+    """With and without names, as layers that are thawed; Adasum, too, keeps ranks equal."""
+    hvd.init()
+    expected = serial(lambda own: torch.optim.SGD(own, lr=0.1), hvd.size())
+    for named in (True, False):
+        for op in (hvd.Average, hvd.Adasum):
+            model = network()
+            inner = torch.optim.SGD(model[0].parameters(), lr=0.1)
+            names = model.named_parameters() if named else None
+            optimizer = hvd.DistributedOptimizer(inner, names, op=op)
+            # By its names alone could the order of the two groups differ from rank to rank.
+            later = [model[2], model[4]]
+            for layer in later[:: -1 if named and hvd.rank() else 1]:
+                optimizer.add_param_group({"params": list(layer.parameters()), "lr": 0.1})
+            train(model, optimizer)
+            for one, other in zip(model.parameters(), expected, strict=True):
+                if op == hvd.Average:
+                    close(one, other)
+                close(hvd.broadcast(one.detach(), 0), one.detach())
+    hvd.shutdown()
+
+
 OPTIMIZERS = (
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad),
     *(torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Adamax, torch.optim.ASGD),
