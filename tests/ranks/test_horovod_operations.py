@@ -390,8 +390,11 @@ def test_process_sets(world):
         assert (second.size(), second.rank(), second.included()) == (None, None, None)
         with pytest.raises(ValueError, match="not registered"):
             hvd.allreduce(torch.ones(1), process_set=second)
-        third = hvd.add_process_set([1, 2])
-        assert third.process_set_id == 3
+        third = hvd.add_process_set(rank for rank in (2, 1))
+        assert (third.process_set_id, third.ranks) == (3, [1, 2])
+        for wrong in (3, "12", [1.5], None):
+            with pytest.raises(ValueError, match="list of ranks"):
+                hvd.ProcessSet(wrong)
     with pytest.raises(ValueError, match=r"hvd\.init"):
         hvd.size()
 
