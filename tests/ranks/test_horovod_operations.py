@@ -175,6 +175,50 @@ def test_every_form_of_an_operation(world):
                 check(hvd.alltoall(own()[0], counts.tolist(), **gathers), [received, counts])
 
 
+@ranks(2)
+def test_inference_mode(world):
+    """Metrics are often averaged in it; tensors are made in it or before, and read afterwards."""
+    with session():
+        me = hvd.rank()
+        before = [of(me, (3,)), of(me, (2, 2))]
+        sums = [of(0, shape) + of(1, shape) for shape in ((3,), (2, 2))]
+        with torch.inference_mode():
+            inside = [tensor.clone() for tensor in before]
+            assert inside[0].is_inference()
+            for tensors in (before, inside):
+                close(hvd.allreduce(tensors[0], op=hvd.Sum), sums[0])
+                close(
+                    hvd.allreduce(tensors[0].float(), compression=hvd.Compression.fp16, op=hvd.Sum),
+                    sums[0].float(),
+                    1e-2,
+                )
+                for found, expected in zip(hvd.grouped_allreduce(tensors), sums, strict=True):
+                    close(found, expected / 2)
+                close(hvd.allgather(tensors[0]), torch.cat([of(0, (3,)), of(1, (3,))]))
+                close(hvd.broadcast(tensors[1], 1), of(1, (2, 2)))
+                rows = [of(rank, (2, 2))[me] for rank in range(2)]
+                close(hvd.alltoall(tensors[1]), torch.stack(rows))
+                close(hvd.reducescatter(tensors[1], op=hvd.Sum), sums[1][me : me + 1])
+            own = inside[1].t()
+            assert hvd.allreduce_(own, op=hvd.Sum) is own
+            close(inside[1], sums[1])
+            close(hvd.broadcast_(inside[0], 1), of(1, (3,)))
+            close(
+                hvd.allreduce(torch.tensor([me], dtype=torch.int16), op=hvd.Sum),
+                torch.tensor([1], dtype=torch.int16),
+            )
+            close(hvd.allreduce(inside[0], op=hvd.Adasum), of(1, (3,)))
+            assert hvd.broadcast_object({"me": me}, 1) == {"me": 1}
+            assert hvd.allgather_object(me) == [0, 1]
+        # Outside again: what is kept from one operation to the next is of no mode.
+        together = [hvd.allreduce_async(tensor, op=hvd.Sum) for tensor in before]
+        for handle, expected in zip(together, sums, strict=True):
+            close(hvd.synchronize(handle), expected)
+        leaf = of(me, (3,)).requires_grad_()
+        hvd.allreduce(leaf * 2, op=hvd.Sum).square().sum().backward()
+        close(leaf.grad, 16 * sums[0])
+
+
 @ranks(3)
 def test_order_does_not_matter_and_many_travel_together(world):
     """Each rank begins 60 operations in an order of its own, some sleeping in between."""
