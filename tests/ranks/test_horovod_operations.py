@@ -75,6 +75,9 @@ def test_allreduce(world):
         complex_ = torch.complex(of(me, (3,)), of(me, (3,), seed=2))
         summed = hvd.allreduce(complex_, op=hvd.Sum)
         close(summed.imag, sum(of(rank, (3,), seed=2) for rank in range(n)))
+        views_of_complex_tensors(me, n)
+        with pytest.raises(ValueError, match="expanded tensor"):
+            hvd.broadcast_(torch.ones(1).expand(3), 0)
         # Not contiguous, in place.
         wide = of(me, (4, 6), seed=3)
         view = wide.t()[::2]
@@ -107,6 +110,26 @@ def test_allreduce(world):
                 hvd.allreduce(values, op=hvd.Sum, prescale_factor=1.7, postscale_factor=0.3),
                 expected,
             )
+
+
+def views_of_complex_tensors(me, n):
+    """A conjugated view, and a negated one, are not the bytes that they are made of."""
+    every = [torch.complex(of(rank, (3,)), of(rank, (3,), seed=2)).conj() for rank in range(n)]
+    close(hvd.allgather(every[me]), torch.cat(every))
+    close(hvd.allreduce(every[me], op=hvd.Sum), sum(every))
+    rows = torch.cat([each[me : me + 1] for each in every])
+    close(hvd.alltoall(every[me]), rows)
+    close(hvd.reducescatter(every[me], op=hvd.Sum), rows.sum(0, keepdim=True))
+    last = [each[:1].imag for each in every]
+    assert last[me].is_neg()
+    close(hvd.allgather(last[me]), torch.cat(last))
+    for call, expected in (
+        (lambda own: hvd.allreduce_(own, op=hvd.Sum), sum(every)),
+        (lambda own: hvd.broadcast_(own, 1), every[1]),
+    ):
+        own = every[me].conj().clone().conj()
+        assert own.is_conj()
+        close(call(own), expected)
 
 
 @ranks(3)

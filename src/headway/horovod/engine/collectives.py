@@ -235,7 +235,8 @@ class SetCollectives:
         out = outputs[0]
         if len(inputs) > 1 or out is None or not (out.is_cpu and out.is_contiguous()):
             return None
-        if out.is_inference():  # the group's threads could not write it
+        # The group's threads could not write the first, and would write other bytes into these.
+        if out.is_inference() or out.is_conj() or out.is_neg():
             return None
         if out is not inputs[0]:
             out.copy_(inputs[0])
