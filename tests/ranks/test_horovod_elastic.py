@@ -130,7 +130,7 @@ class Counter(hvd.elastic.State):
     """A state of one's own: a number that is kept elsewhere."""
 
     def __init__(self, value):
-        super().__init__()
+        super().__init__(hvd.broadcast_object, hvd.rank)  # as Horovod's State wants them
         self.value = self.kept = value
 
     def save(self):
@@ -140,7 +140,7 @@ class Counter(hvd.elastic.State):
         self.value = self.kept
 
     def sync(self):
-        self.value = self.kept = hvd.broadcast_object(self.value, 0)
+        self.value = self.kept = self._bcast_object(self.value, 0)
 
 
 @ranks(2)

@@ -75,6 +75,9 @@ def test_allreduce(world):
         complex_ = torch.complex(of(me, (3,)), of(me, (3,), seed=2))
         summed = hvd.allreduce(complex_, op=hvd.Sum)
         close(summed.imag, sum(of(rank, (3,), seed=2) for rank in range(n)))
+        views_of_complex_tensors(me, n)
+        with pytest.raises(ValueError, match="expanded tensor"):
+            hvd.broadcast_(torch.ones(1).expand(3), 0)
         # Not contiguous, in place.
         wide = of(me, (4, 6), seed=3)
         view = wide.t()[::2]
@@ -107,6 +110,26 @@ def test_allreduce(world):
                 hvd.allreduce(values, op=hvd.Sum, prescale_factor=1.7, postscale_factor=0.3),
                 expected,
             )
+
+
+def views_of_complex_tensors(me, n):
+    """A conjugated view, and a negated one, are not the bytes that they are made of."""
+    every = [torch.complex(of(rank, (3,)), of(rank, (3,), seed=2)).conj() for rank in range(n)]
+    close(hvd.allgather(every[me]), torch.cat(every))
+    close(hvd.allreduce(every[me], op=hvd.Sum), sum(every))
+    rows = torch.cat([each[me : me + 1] for each in every])
+    close(hvd.alltoall(every[me]), rows)
+    close(hvd.reducescatter(every[me], op=hvd.Sum), rows.sum(0, keepdim=True))
+    last = [each[:1].imag for each in every]
+    assert last[me].is_neg()
+    close(hvd.allgather(last[me]), torch.cat(last))
+    for call, expected in (
+        (lambda own: hvd.allreduce_(own, op=hvd.Sum), sum(every)),
+        (lambda own: hvd.broadcast_(own, 1), every[1]),
+    ):
+        own = every[me].conj().clone().conj()
+        assert own.is_conj()
+        close(call(own), expected)
 
 
 @ranks(3)
@@ -173,6 +196,50 @@ def test_every_form_of_an_operation(world):
                 counts = torch.full((len(members),), rows, dtype=torch.int32)
                 check(hvd.alltoall_async(own()[0], counts, **gathers), [received, counts])
                 check(hvd.alltoall(own()[0], counts.tolist(), **gathers), [received, counts])
+
+
+@ranks(2)
+def test_inference_mode(world):
+    """Metrics are often averaged in it; tensors are made in it or before, and read afterwards."""
+    with session():
+        me = hvd.rank()
+        before = [of(me, (3,)), of(me, (2, 2))]
+        sums = [of(0, shape) + of(1, shape) for shape in ((3,), (2, 2))]
+        with torch.inference_mode():
+            inside = [tensor.clone() for tensor in before]
+            assert inside[0].is_inference()
+            for tensors in (before, inside):
+                close(hvd.allreduce(tensors[0], op=hvd.Sum), sums[0])
+                close(
+                    hvd.allreduce(tensors[0].float(), compression=hvd.Compression.fp16, op=hvd.Sum),
+                    sums[0].float(),
+                    1e-2,
+                )
+                for found, expected in zip(hvd.grouped_allreduce(tensors), sums, strict=True):
+                    close(found, expected / 2)
+                close(hvd.allgather(tensors[0]), torch.cat([of(0, (3,)), of(1, (3,))]))
+                close(hvd.broadcast(tensors[1], 1), of(1, (2, 2)))
+                rows = [of(rank, (2, 2))[me] for rank in range(2)]
+                close(hvd.alltoall(tensors[1]), torch.stack(rows))
+                close(hvd.reducescatter(tensors[1], op=hvd.Sum), sums[1][me : me + 1])
+            own = inside[1].t()
+            assert hvd.allreduce_(own, op=hvd.Sum) is own
+            close(inside[1], sums[1])
+            close(hvd.broadcast_(inside[0], 1), of(1, (3,)))
+            close(
+                hvd.allreduce(torch.tensor([me], dtype=torch.int16), op=hvd.Sum),
+                torch.tensor([1], dtype=torch.int16),
+            )
+            close(hvd.allreduce(inside[0], op=hvd.Adasum), of(1, (3,)))
+            assert hvd.broadcast_object({"me": me}, 1) == {"me": 1}
+            assert hvd.allgather_object(me) == [0, 1]
+        # Outside again: what is kept from one operation to the next is of no mode.
+        together = [hvd.allreduce_async(tensor, op=hvd.Sum) for tensor in before]
+        for handle, expected in zip(together, sums, strict=True):
+            close(hvd.synchronize(handle), expected)
+        leaf = of(me, (3,)).requires_grad_()
+        hvd.allreduce(leaf * 2, op=hvd.Sum).square().sum().backward()
+        close(leaf.grad, 16 * sums[0])
 
 
 @ranks(3)
@@ -390,8 +457,11 @@ def test_process_sets(world):
         assert (second.size(), second.rank(), second.included()) == (None, None, None)
         with pytest.raises(ValueError, match="not registered"):
             hvd.allreduce(torch.ones(1), process_set=second)
-        third = hvd.add_process_set([1, 2])
-        assert third.process_set_id == 3
+        third = hvd.add_process_set(rank for rank in (2, 1))
+        assert (third.process_set_id, third.ranks) == (3, [1, 2])
+        for wrong in (3, "12", [1.5], None):
+            with pytest.raises(ValueError, match="list of ranks"):
+                hvd.ProcessSet(wrong)
     with pytest.raises(ValueError, match=r"hvd\.init"):
         hvd.size()
 
@@ -545,7 +615,9 @@ def test_places_timeline_and_variables(world):
         "HOROVOD_CROSS_SIZE": "1",
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(world.directory),
+        "HOROVOD_TIMELINE": "DYNAMIC",
     }
+    os.chdir(world.directory)
     trace = world.directory / "trace.json"
     for turn in range(2):
         with session(process_sets="dynamic"):
@@ -561,3 +633,4 @@ def test_places_timeline_and_variables(world):
             names = [event["name"] for event in json.loads(trace.read_text())]
             assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "CYCLE_START"} <= set(names)
         assert not hvd.is_initialized()
+    assert not (world.directory / "DYNAMIC").exists()

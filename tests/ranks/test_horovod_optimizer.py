@@ -327,6 +327,31 @@ def test_adasum_combines_updates(world):
         close(one, other)
     with pytest.raises(AssertionError, match="Adasum"):
         optimizer.skip_synchronize()
+    optimizer.set_backward_passes_per_step(2)
+    assert optimizer.horovod_options.passes == 2
+    hvd.shutdown()
+
+
+@ranks(2)
+def test_parameters_that_are_added_later_are_exchanged(world):
+    """With and without names, as layers that are thawed; Adasum, too, keeps ranks equal."""
+    hvd.init()
+    expected = serial(lambda own: torch.optim.SGD(own, lr=0.1), hvd.size())
+    for named in (True, False):
+        for op in (hvd.Average, hvd.Adasum):
+            model = network()
+            inner = torch.optim.SGD(model[0].parameters(), lr=0.1)
+            names = model.named_parameters() if named else None
+            optimizer = hvd.DistributedOptimizer(inner, names, op=op)
+            # By its names alone could the order of the two groups differ from rank to rank.
+            later = [model[2], model[4]]
+            for layer in later[:: -1 if named and hvd.rank() else 1]:
+                optimizer.add_param_group({"params": list(layer.parameters()), "lr": 0.1})
+            train(model, optimizer)
+            for one, other in zip(model.parameters(), expected, strict=True):
+                if op == hvd.Average:
+                    close(one, other)
+                close(hvd.broadcast(one.detach(), 0), one.detach())
     hvd.shutdown()
 
 
@@ -411,4 +436,29 @@ def test_batch_normalisation_of_the_joined_batch(world):
             whole.eval()
             close(own(every), whole(every))
     assert n == 3
+    hvd.shutdown()
+
+
+@ranks(3)
+def test_batches_that_batch_normalisation_refuses(world):
+    """As torch's BatchNorm of the joined batch does, on all ranks, and without a hang."""
+    hvd.init()
+    me = hvd.rank()
+    own, kept = hvd.SyncBatchNorm(4).double(), hvd.SyncBatchNorm(4).double().state_dict()
+    one = torch.ones(int(me == 1), 4, dtype=torch.float64)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        own(one)
+    for channels in (1, 5):  # one channel would be spread over all
+        with pytest.raises(ValueError, match=r"takes \(samples, 4"):
+            own(torch.ones(2, channels, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"floating-point numbers, not of torch\.int64"):
+        own(torch.ones(2, 4, dtype=torch.int64))
+    for name, value in own.state_dict().items():
+        close(value, kept[name])
+    assert own(one[:0]).shape == (0, 4)
+    assert own.num_batches_tracked == 1
+    close(own.running_mean, kept["running_mean"])
+    close(own.running_var, kept["running_var"])
+    free = hvd.SyncBatchNorm(4, affine=False, track_running_stats=False).eval()
+    assert free(torch.ones(2, 5)).shape == (2, 5)
     hvd.shutdown()

@@ -7,7 +7,7 @@ process, `SESSION`.
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -284,7 +284,7 @@ def is_homogeneous() -> bool:
     return len({nodes.count(node) for node in nodes}) == 1
 
 
-def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Register a process set, or one of these ranks; all ranks call it.
 
     Raises:

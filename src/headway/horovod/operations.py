@@ -120,7 +120,8 @@ def _submit(
         raise InvalidArgument(
             f"{kind}: rank {engine.rank} does not belong to the process set {process_set.ranks}"
         )
-    inputs = [tensor.detach() for tensor in tensors]
+    # What travels are bytes, and a conjugated view has those of what it is a view of.
+    inputs = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors]
     for tensor in inputs:
         if tensor.layout != torch.strided:
             raise InvalidArgument(
@@ -130,6 +131,12 @@ def _submit(
         if tensor.is_cuda:
             # The engine's thread reads it; nothing may be on its way there any more.
             torch.cuda.current_stream(tensor.device).synchronize()
+    for out in outputs:
+        if any(n > 1 and not step for n, step in zip(out.shape, out.stride(), strict=True)):
+            raise InvalidArgument(
+                f"{kind} cannot write into an expanded tensor, several elements of which are one: "
+                f"shape {tuple(out.shape)}, strides {out.stride()}"
+            )
     request = Request(
         kind,
         SESSION.name(kind, name, process_set),

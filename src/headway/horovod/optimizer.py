@@ -211,10 +211,33 @@ def _dense(parameter: Tensor) -> Tensor:
     return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
 
 
-class DistributedStep(torch.optim.Optimizer):
+class NamedStep(torch.optim.Optimizer):
+    """An optimizer that knows its parameters by their names."""
+
+    _parameter_names: dict[Tensor, str]
+    _given_names: dict[Tensor, str]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Parameters that come later are exchanged as well; all ranks add them alike.
+
+        They have the names that `named_parameters` gave them, else their place as a name.
+        """
+        super().add_param_group(param_group)
+        for place, parameter in enumerate(_parameters(self)):
+            if parameter not in self._parameter_names:
+                made_up = f"gradient.noname.{place}"
+                self._parameter_names[parameter] = self._given_names.get(parameter, made_up)
+
+
+class DistributedStep(NamedStep):
     """What an optimizer's class gets added; the gradients of a step are those of all ranks."""
 
     horovod_reducer: GradientReducer
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if not self.horovod_reducer.alone:
+            self.horovod_reducer.hook()
 
     def synchronize(self) -> None:
         """Wait for the gradients, to clip them for instance.
@@ -289,10 +312,9 @@ class DistributedStep(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
 
-class AdasumStep(torch.optim.Optimizer):
+class AdasumStep(NamedStep):
     """What an optimizer's class gets added with Adasum: updates of all ranks are combined."""
 
-    _parameter_names: dict[Tensor, str]
     horovod_options: ReductionOptions
 
     def synchronize(self) -> None:
@@ -301,6 +323,10 @@ class AdasumStep(torch.optim.Optimizer):
     def skip_synchronize(self) -> NoReturn:
         """Raises: a step is never without an exchange."""
         raise AssertionError("Skipping synchronization is not supported when using Adasum.")
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Nothing to prepare: gradients add up here until the step, however many there are."""
+        self.horovod_options = replace(self.horovod_options, passes=passes)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """This rank's step, combined with those of the others.
@@ -358,7 +384,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     Raises:
         ValueError: An argument is illegal, or parameters are not or twice named.
     """
-    names = _names(optimizer, None if named_parameters is None else list(named_parameters))
+    named = None if named_parameters is None else list(named_parameters)
+    names = _names(optimizer, named)
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if backward_passes_per_step <= 0:
@@ -385,6 +412,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     # A scheduler may have wrapped the step of the given one.
     wrapped.__dict__.update((key, value) for key, value in vars(optimizer).items() if key != "step")
     wrapped._parameter_names = names  # by Horovod's name: programs read it
+    wrapped._given_names = {parameter: name for name, parameter in named or ()}
     if adasum:
         wrapped.horovod_options = options
         return wrapped
@@ -394,11 +422,15 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     return wrapped
 
 
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def _names(
     optimizer: torch.optim.Optimizer, named: list[tuple[str, Tensor]] | None
 ) -> dict[Tensor, str]:
     """The names of an optimizer's parameters."""
-    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    own = _parameters(optimizer)
     if named is None:
         return {parameter: f"gradient.noname.{place}" for place, parameter in enumerate(own)}
     if any(not isinstance(pair, tuple) for pair in named):

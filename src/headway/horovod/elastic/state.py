@@ -30,9 +30,20 @@ from headway.run.distributed.elastic_world import HostChange
 
 
 class State(ABC):
-    """What training needs to go on: derive from it, or use `ObjectState` and `TorchState`."""
+    """What training needs to go on: derive from it, or use `ObjectState` and `TorchState`.
 
-    def __init__(self, **kwargs: Any) -> None:
+    Args:
+        bcast_object: As `hvd.broadcast_object`; None: that.
+        get_rank: As `hvd.rank`; None: that.
+    """
+
+    def __init__(
+        self,
+        bcast_object: Callable[..., Any] | None = None,
+        get_rank: Callable[[], int] | None = None,
+    ) -> None:
+        self._bcast_object = bcast_object or broadcast_object
+        self._rank = get_rank or basics.rank
         self._host_messages: queue.Queue[Any] = queue.Queue()
         self._reset_callbacks: list[Callable[[], None]] = []
 
@@ -109,9 +120,7 @@ class ObjectState(State):
         get_rank: Callable[[], int] | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__()
-        self._bcast_object = bcast_object or broadcast_object
-        self._rank = get_rank or basics.rank
+        super().__init__(bcast_object, get_rank)
         self._saved_state = kwargs
         self._set_attrs()
 

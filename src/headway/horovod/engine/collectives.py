@@ -106,7 +106,8 @@ class SetCollectives:
         for part, request, out in zip(parts, requests, outputs, strict=True):
             if out is not None:
                 mean = request.op == HorovodOp.AVERAGE
-                scale_into(out, part, request.after, self.size if mean else 1)
+                with _writing(out):
+                    scale_into(out, part, request.after, self.size if mean else 1)
 
     def broadcast(
         self, root: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor | None]
@@ -126,7 +127,8 @@ class SetCollectives:
         if flat is None:
             for part, out in zip(_parts(travels, inputs), outputs, strict=True):
                 if out is not None:
-                    out.copy_(part)
+                    with _writing(out):
+                        out.copy_(part)
 
     def allgather(self, given: Tensor, rows: Sequence[int]) -> Tensor:
         """The rows of all ranks, in the order of ranks.
@@ -233,6 +235,9 @@ class SetCollectives:
         out = outputs[0]
         if len(inputs) > 1 or out is None or not (out.is_cpu and out.is_contiguous()):
             return None
+        # The group's threads could not write the first, and would write other bytes into these.
+        if out.is_inference() or out.is_conj() or out.is_neg():
+            return None
         if out is not inputs[0]:
             out.copy_(inputs[0])
         return out.view(-1)
@@ -256,6 +261,14 @@ def _parts(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [
         part.view(tensor.shape) for part, tensor in zip(flat.split(sizes), tensors, strict=True)
     ]
+
+
+def _writing(out: Tensor) -> torch.inference_mode:
+    """In which a tensor may be written: one of `torch.inference_mode` only in that mode.
+
+    The program's mode is that of its thread, and this is another one.
+    """
+    return torch.inference_mode(out.is_inference())
 
 
 def scale_(values: Tensor, factor: float) -> None:

@@ -21,11 +21,12 @@ class ProcessSet:
         ValueError: They are no list of whole numbers.
     """
 
-    def __init__(self, ranks_or_comm: Sequence[int]) -> None:
-        listed = isinstance(ranks_or_comm, Iterable)
-        if not listed or any(not isinstance(rank, int) for rank in ranks_or_comm):
+    def __init__(self, ranks_or_comm: Iterable[int]) -> None:
+        # A generator can be read once.
+        given = list(ranks_or_comm) if isinstance(ranks_or_comm, Iterable) else [None]
+        if any(not isinstance(rank, int) for rank in given):
             raise ValueError(f"a process set is made of a list of ranks, not of {ranks_or_comm!r}")
-        self.ranks: list[int] | None = sorted(set(ranks_or_comm))
+        self.ranks: list[int] | None = sorted(set(given))
         self.process_set_id: int | None = None
         self._own_rank = -1
         self.mpi_comm = None

@@ -26,6 +26,7 @@ class HorovodSettings:
         transfer_seconds: For one transfer among ranks that are all there
             (HOROVOD_GLOO_TIMEOUT_SECONDS).
         timeline: Where rank 0 writes a trace from the start on (HOROVOD_TIMELINE); "": nowhere.
+            DYNAMIC, with which Horovod allows `start_timeline`, is no file.
         mark_cycles: With a mark for each message of the coordinator
             (HOROVOD_TIMELINE_MARK_CYCLES).
     """
@@ -56,6 +57,7 @@ class HorovodSettings:
         )
         fusion = int(_number(variables, "HOROVOD_FUSION_THRESHOLD", default.fusion_bytes))
         cycle = _number(variables, "HOROVOD_CYCLE_TIME", default.cycle_seconds * 1e3)
+        timeline = variables.get("HOROVOD_TIMELINE", "")
         return cls(
             cycle_seconds=cycle / 1e3,
             fusion_bytes=fusion,
@@ -68,7 +70,7 @@ class HorovodSettings:
             transfer_seconds=_number(
                 variables, "HOROVOD_GLOO_TIMEOUT_SECONDS", default.transfer_seconds
             ),
-            timeline=variables.get("HOROVOD_TIMELINE", ""),
+            timeline="" if timeline == "DYNAMIC" else timeline,
             mark_cycles=variables.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"),
         )
 
