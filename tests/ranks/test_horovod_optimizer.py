@@ -328,7 +328,7 @@ def test_adasum_combines_updates(world):
     with pytest.raises(AssertionError, match="Adasum"):
         optimizer.skip_synchronize()
     optimizer.set_backward_passes_per_step(2)
-    assert optimizer.horovod_options.passes == 2
+    assert optimizer.backward_passes_per_step == 2
     hvd.shutdown()
 
 

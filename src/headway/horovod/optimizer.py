@@ -252,6 +252,11 @@ class DistributedStep(NamedStep):
         self.horovod_reducer.forget()
         super().load_state_dict(state_dict)
 
+    @property
+    def backward_passes_per_step(self) -> int:
+        """So many backward passes add to a gradient before it travels."""
+        return self.horovod_reducer.options.passes
+
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Add up the gradients of so many backward passes from now on."""
         reducer = self.horovod_reducer
@@ -323,6 +328,11 @@ class AdasumStep(NamedStep):
     def skip_synchronize(self) -> NoReturn:
         """Raises: a step is never without an exchange."""
         raise AssertionError("Skipping synchronization is not supported when using Adasum.")
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """How many the program has announced."""
+        return self.horovod_options.passes
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Nothing to prepare: gradients add up here until the step, however many there are."""
