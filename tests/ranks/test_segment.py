@@ -162,6 +162,17 @@ def test_a_signal_ends_it_in_order(long_job, tmp_path):
     assert "was begun with other options" in other.err
 
 
+def test_a_second_command_for_the_same_result_is_refused(long_job, tmp_path):
+    job = long_job("out.npy")
+    wait_until_settled(tmp_path / "out.npy.work", 1, job)
+    words = ("segment", "balls.npy", "--out", "out.npy", *OPTIONS)
+    other = headway_here(*words, cwd=tmp_path)
+    assert other.code == 1
+    assert "another command is at work on this result" in other.err
+    finish(job)
+    assert (tmp_path / "out.npy").exists()
+
+
 # -- refusals -------------------------------------------------------------------------------------
 
 

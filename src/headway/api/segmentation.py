@@ -10,7 +10,13 @@ from headway.errors import UsageError
 from headway.floodfill.array_files import check_grey_values, check_image, check_new, open_array
 from headway.floodfill.network import Triple
 from headway.floodfill.seed_ledger import LedgerFigures
-from headway.floodfill.segmentation_job import SegmentationJob, prepare_folder, write_volume
+from headway.floodfill.segmentation_job import (
+    SegmentationJob,
+    only_command,
+    prepare_folder,
+    write_volume,
+)
+from headway.floodfill.subvolumes import Subvolume
 from headway.floodfill.weight_files import read_network
 from headway.launch.local import launch_local
 from headway.launch.restart_policy import RESTARTS, RestartPolicy
@@ -65,6 +71,18 @@ def segment(
     shape: Triple = tuple(image.shape)
     parts = job.parts(shape)
     prepare_folder(job)
+    with only_command(job):
+        return _segment_parts(job, shape, parts, processes, restarts, on_restart)
+
+
+def _segment_parts(
+    job: SegmentationJob,
+    shape: Triple,
+    parts: list[Subvolume],
+    processes: int,
+    restarts: int,
+    on_restart: Callable[[int, str], None] | None,
+) -> SegmentationResult:
     launched = launch_local(
         f"{_ENTRY}:segment_in_worker",
         (job,),
