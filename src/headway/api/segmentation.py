@@ -63,6 +63,12 @@ def segment(
             f"objects are the same from a share of {job.share:g} on",
             fix="Give more than 0.5, so that an object has one partner at most, and at most 1.",
         )
+    if any(move > size // 2 for move, size in zip(job.deltas, job.fov, strict=True)):
+        raise UsageError(
+            f"the field of view is {job.fov}, and moves by {job.deltas}",
+            why="It moves to voxels that it has seen: by half of its size at most.",
+            fix="Give --fov and --deltas that the network was trained with.",
+        )
     check_new(job.out)
     read_network(job.weights, fov=job.fov, deltas=job.deltas)
     image = open_array(job.volume)
