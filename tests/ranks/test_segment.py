@@ -162,6 +162,17 @@ def test_a_signal_ends_it_in_order(long_job, tmp_path):
     assert "was begun with other options" in other.err
 
 
+def test_a_second_command_for_the_same_result_is_refused(long_job, tmp_path):
+    job = long_job("out.npy")
+    wait_until_settled(tmp_path / "out.npy.work", 1, job)
+    words = ("segment", "balls.npy", "--out", "out.npy", *OPTIONS)
+    other = headway_here(*words, cwd=tmp_path)
+    assert other.code == 1
+    assert "another command is at work on this result" in other.err
+    finish(job)
+    assert (tmp_path / "out.npy").exists()
+
+
 # -- refusals -------------------------------------------------------------------------------------
 
 
@@ -173,6 +184,7 @@ def test_a_signal_ends_it_in_order(long_job, tmp_path):
         (("none.npy", "--out", "out.npy"), "No such file"),
         (("balls.npy", "--out", "out.npy", "--fov", "9,9"), "--fov"),
         (("balls.npy", "--out", "out.npy", "--deltas", "3,-3,3"), "--deltas: three whole numbers"),
+        (("balls.npy", "--out", "out.npy", "--deltas", "3,3,5"), "half of its size at most"),
         (("balls.npy", "--out", "out.npy", "--share", "0.4"), "more than 0.5"),
         (("balls.npy", "--out", "out.npy", "--move", "0.99"), "no object could begin"),
         (("balls.npy", "--out", "out.npy", "-n", "0"), "--processes 0"),

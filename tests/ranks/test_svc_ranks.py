@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from scipy import sparse
 from sklearn.datasets import load_digits, make_classification
 from sklearn.exceptions import ConvergenceWarning
 
+from headway.channel import shared_memory
 from headway.errors import WorkerFailed
 from headway.run.distributed.world import World
 from headway.svm import SVC
@@ -284,6 +287,25 @@ def test_own_workers_follow_the_same_rule_as_one_process():
     assert expected.machine_.values < plain.machine_.values
     assert found.machine_.values == pytest.approx(expected.machine_.values, rel=0.01)
     np.testing.assert_array_equal(found.dual_coef_, expected.dual_coef_)
+
+
+def test_a_worker_waits_until_the_first_one_has_taken_its_support_vectors():
+    own = os.getpid()
+
+    plain = shared_memory.map_peer_memory
+
+    def slow_to_take(rows, others):
+        if os.getpid() != own and dist.get_rank() == 0:
+            shared_memory.map_peer_memory = lambda *place: time.sleep(1) or plain(*place)
+        return gaussian(rows, others)
+
+    X, y = make_classification(300, 5, n_classes=4, n_informative=4, n_redundant=0, random_state=0)
+    # More support vectors of the second rank than samples of it in any pair: memory of their own.
+    weights = np.where(np.arange(len(y)) < 100, 0.0, 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RestartWarning)
+        found = SVC(kernel=slow_to_take, processes=2).fit(X, y, sample_weight=weights)
+    assert found.fit_status_ == 0
 
 
 def deadly(folder, marker, rows, others):

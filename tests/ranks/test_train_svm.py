@@ -216,7 +216,7 @@ def test_all_problems_of_the_options_are_told_together(data, tmp_path):
     ("text", "said"),
     [
         ("1 1:2\n1 2:3\n", "there is one class only, 1"),
-        ("", "there is no samples"),
+        ("", "there are no samples"),
         ("0.5 1:2\n1 2:3\n", "the label 0.5 is no whole number"),
         ("1 1:2\nx 2:3\n-1 0:3\n", "line 2: the label 'x' is no number"),
     ],

@@ -1,6 +1,9 @@
 """single: seeds, moves, the canvas, the ledger of seeds, sub-volumes: how objects are filled."""
 
+import json
 import os
+from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +22,7 @@ from headway.floodfill.network import FloodFillingNetwork, scale_image
 from headway.floodfill.prediction import FovPredictor
 from headway.floodfill.seed_ledger import WEAK, SeedLedger, prepare_ledger, release_claims
 from headway.floodfill.seeds import peak_seeds, seed_groups
+from headway.floodfill.segmentation_job import SegmentationJob, prepare_folder
 from headway.floodfill.segmentation_worker import LentThreads
 from headway.floodfill.subvolumes import cut_volume, reconcile
 from headway.floodfill.weight_files import read_network
@@ -295,7 +299,7 @@ def test_threads_are_lent_to_the_seed_whose_turn_it_is_if_it_gets_cores(monkeypa
     )
     monkeypatch.setattr(torch, "get_num_threads", lambda: given[-1])
     monkeypatch.setattr(torch, "set_num_threads", given.append)
-    lend = LentThreads(ledger, processes=lambda: 3)
+    lend = LentThreads(ledger, processes=lambda: 3, own=2)
 
     def fields(number, cores, index=7):
         for _ in range(number):
@@ -312,6 +316,10 @@ def test_threads_are_lent_to_the_seed_whose_turn_it_is_if_it_gets_cores(monkeypa
     assert fields(2, 3.0) == 2  # with 6 threads it got 3 cores
     assert fields(40, 2.0) == 2
     assert fields(20, 6.0) == 6  # tried anew
+    # The last object of a sub-volume had them; in the next one nobody is idle.
+    ledger.busy = 3
+    lend = LentThreads(ledger, processes=lambda: 3, own=2)
+    assert fields(1, 2.0) == 2
 
 
 # -- sub-volumes ----------------------------------------------------------------------------------
@@ -339,6 +347,37 @@ def test_one_that_is_stopped_leaves_its_sub_volume_open(tmp_path):
     assert crews.join() == (0, True)
     assert not crews.leave(0, complete=False)
     assert crews.join() == (0, True)
+
+
+def test_a_process_may_die_while_it_deletes_the_work_on_a_complete_sub_volume(tmp_path):
+    job = SegmentationJob(volume="v.npy", weights=tmp_path / "w.npz", out=str(tmp_path / "o.npy"))
+    prepare_folder(job)
+    seeds = np.array([[8, 8, 8]], np.int32)
+    for number in range(2):
+        prepare_ledger(job.ledger_path(number), (20, 20, 20), seeds, np.ones(1, np.int32))
+        ledger = SeedLedger(job.ledger_path(number), distance=(1, 1, 1), min_size=20)
+        assert ledger.claim() == 0
+    job.figures_path(0).write_text(json.dumps(asdict(ledger.figures())))
+    (job.ledger_path(0) / "status.npy").unlink()
+    segmentation_worker._release_all(job, 2)
+    assert not job.ledger_path(0).exists()
+    assert ledger.claim() == 0
+    assert Crews(job.folder).join() == (1, True)
+
+
+def test_a_command_may_die_while_it_notes_the_job(tmp_path, monkeypatch):
+    job = SegmentationJob(volume="v.npy", weights=tmp_path / "w.npz", out=str(tmp_path / "o.npy"))
+
+    def died(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", lambda path, text: path.touch() or died())
+        patch.setattr(Path, "replace", died)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_folder(job)
+    prepare_folder(job)
+    prepare_folder(job)  # noted, and the same
 
 
 @pytest.mark.parametrize("size", [(24, 20, 22), (30, 20, 38), (18, 18, 18)])

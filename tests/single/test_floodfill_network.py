@@ -106,5 +106,8 @@ def test_a_file_without_weights(tmp_path):
     (tmp_path / "text.npz").write_text("no archive")
     with pytest.raises(DataError, match=r"It is no \.npz file"):
         read_published_weights(tmp_path / "text.npz")
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    with pytest.raises(DataError, match=r"It is no \.npz file"):
+        read_published_weights(tmp_path / "one.npy")
     with pytest.raises(DataError, match="No such file"):
         read_published_weights(tmp_path / "absent.npz")

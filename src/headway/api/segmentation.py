@@ -10,7 +10,13 @@ from headway.errors import UsageError
 from headway.floodfill.array_files import check_grey_values, check_image, check_new, open_array
 from headway.floodfill.network import Triple
 from headway.floodfill.seed_ledger import LedgerFigures
-from headway.floodfill.segmentation_job import SegmentationJob, prepare_folder, write_volume
+from headway.floodfill.segmentation_job import (
+    SegmentationJob,
+    only_command,
+    prepare_folder,
+    write_volume,
+)
+from headway.floodfill.subvolumes import Subvolume
 from headway.floodfill.weight_files import read_network
 from headway.launch.local import launch_local
 from headway.launch.restart_policy import RESTARTS, RestartPolicy
@@ -57,6 +63,12 @@ def segment(
             f"objects are the same from a share of {job.share:g} on",
             fix="Give more than 0.5, so that an object has one partner at most, and at most 1.",
         )
+    if any(move > size // 2 for move, size in zip(job.deltas, job.fov, strict=True)):
+        raise UsageError(
+            f"the field of view is {job.fov}, and moves by {job.deltas}",
+            why="It moves to voxels that it has seen: by half of its size at most.",
+            fix="Give --fov and --deltas that the network was trained with.",
+        )
     check_new(job.out)
     read_network(job.weights, fov=job.fov, deltas=job.deltas)
     image = open_array(job.volume)
@@ -65,6 +77,18 @@ def segment(
     shape: Triple = tuple(image.shape)
     parts = job.parts(shape)
     prepare_folder(job)
+    with only_command(job):
+        return _segment_parts(job, shape, parts, processes, restarts, on_restart)
+
+
+def _segment_parts(
+    job: SegmentationJob,
+    shape: Triple,
+    parts: list[Subvolume],
+    processes: int,
+    restarts: int,
+    on_restart: Callable[[int, str], None] | None,
+) -> SegmentationResult:
     launched = launch_local(
         f"{_ENTRY}:segment_in_worker",
         (job,),

@@ -63,7 +63,8 @@ def _read_arrays(path: Path) -> Mapping[str, NDArray[Any]]:
     try:
         with np.load(path) as file:
             return {name: file[name] for name in file.files}
-    except (OSError, ValueError, AttributeError, EOFError, zipfile.BadZipFile) as error:
+    # One array (.npy) is no archive, and cannot be entered: TypeError.
+    except (OSError, ValueError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as error:
         why = error.strerror if isinstance(error, OSError) else None
         raise DataError(
             "weights cannot be read",

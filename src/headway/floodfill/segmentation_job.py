@@ -6,13 +6,17 @@ is kept in a folder beside the result until that is complete.
 
 from __future__ import annotations
 
+import fcntl
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from headway.atomic_files import write_atomically
 from headway.documents import parse_json
 from headway.errors import UsageError
 from headway.floodfill.array_files import new_array
@@ -95,7 +99,7 @@ def prepare_folder(job: SegmentationJob) -> None:
     facts = job.facts() | {"work": _WORK_VERSION}
     if not noted.exists():
         job.folder.mkdir(exist_ok=True)
-        noted.write_text(json.dumps(facts, indent=1))
+        write_atomically(noted, json.dumps(facts, indent=1))
         return
     before = parse_json(noted.read_text())
     different = sorted(name for name in facts if facts[name] != before.get(name))
@@ -106,6 +110,26 @@ def prepare_folder(job: SegmentationJob) -> None:
             why="; ".join(f"{n}: {before.get(n)} then, {facts[n]} now" for n in different[:3]),
             fix="Give the same options to go on, or delete the folder to begin anew.",
         )
+
+
+@contextmanager
+def only_command(job: SegmentationJob) -> Iterator[None]:
+    """Keep others from the folder of the work, which takes them for dead.
+
+    Raises:
+        UsageError: Another command is at work there.
+    """
+    with (job.folder / "command.lock").open("w") as lock:
+        # The kernel releases it when the command dies; its workers end with it.
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UsageError(
+                "another command is at work on this result",
+                where=str(job.folder),
+                fix="Wait for its end, or name another result.",
+            ) from error
+        yield
 
 
 def write_volume(

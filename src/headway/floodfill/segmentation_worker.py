@@ -47,6 +47,7 @@ def segment_in_worker(place: LaunchEnv, job: SegmentationJob) -> None:
     parts = job.parts(tuple(image.shape))
     network = read_network(job.weights, fov=job.fov, deltas=job.deltas)
     predict = FovPredictor(network, job.precision)
+    own = torch.get_num_threads()
     with StopRequest() as request, World.join(place) as world:
         if world.rank == 0:
             _release_all(job, len(parts))
@@ -73,7 +74,7 @@ def segment_in_worker(place: LaunchEnv, job: SegmentationJob) -> None:
                 canvas,
                 stopped,
                 tell=line if world.rank == 0 else lambda: None,
-                lend=LentThreads(ledger, partial(crews.size, number)),
+                lend=LentThreads(ledger, partial(crews.size, number), own),
             ).fill_all()
             if crews.leave(number, complete=ledger.finished):
                 _end(job, number, ledger)
@@ -82,8 +83,12 @@ def segment_in_worker(place: LaunchEnv, job: SegmentationJob) -> None:
 def _release_all(job: SegmentationJob, parts: int) -> None:
     """Nobody works at what processes that were killed have left."""
     for number in range(parts):
-        if job.ledger_path(number).exists():
-            release_claims(job.ledger_path(number))
+        folder = job.ledger_path(number)
+        if job.figures_path(number).exists():
+            # Left, in part, where a process was killed while it deleted it.
+            shutil.rmtree(folder, ignore_errors=True)
+        elif folder.exists():
+            release_claims(folder)
     prepare_crews(job.folder, [job.figures_path(number).exists() for number in range(parts)])
 
 
@@ -183,11 +188,15 @@ class LentThreads:
     field of view are nearly as fast as two processes, and its bits do not depend on their number.
     But threads wait for each other: where others use the cores, borrowed ones slow it down, so that
     it then goes on without them for a while.
+
+    Args:
+        processes: How many work at this sub-volume.
+        own: Threads of a process; it may still have others, lent in the sub-volume before.
     """
 
-    def __init__(self, ledger: SeedLedger, processes: Callable[[], int]) -> None:
+    def __init__(self, ledger: SeedLedger, processes: Callable[[], int], own: int) -> None:
         self._ledger, self._processes = ledger, processes
-        self._own = self._now = torch.get_num_threads()
+        self._own, self._now = own, torch.get_num_threads()
         self._index, self._alone = -1, 0
         self._wall, self._used = time.monotonic(), time.process_time()
 

@@ -169,6 +169,8 @@ def train_in_worker(place: LaunchEnv, task: _Task) -> tuple[Machine, TrainingSta
     with ExitStack() as stack:
         request = stack.enter_context(StopRequest())
         world = stack.enter_context(World.join(place))
+        # Until all have taken what it has put last, a worker must not end.
+        peers = stack.enter_context(Peers(world))
 
         def save(state: TrainingState) -> None:
             states[:] = [state]
@@ -176,7 +178,7 @@ def train_in_worker(place: LaunchEnv, task: _Task) -> tuple[Machine, TrainingSta
                 task.files.write(state)
 
         machine = train_machine(
-            rows, codes, factors, classes, options, Peers(world),
+            rows, codes, factors, classes, options, peers,
             observe=ProgressLine() if task.verbose and place.rank == 0 else None,
             save=save,
             resume=task.files.newest() if place.rank == 0 else None,

@@ -143,6 +143,8 @@ class _LibsvmReader:
         count = len(labels)
         counts = np.array(self._numbers(header, "nr_sv", int, count), dtype=np.int64)
         offsets = np.array(self._numbers(header, "rho", float, count * (count - 1) // 2))
+        if len(set(labels)) < count or (counts < 0).any():
+            raise self._wrong("label names a class twice, or nr_sv has a number below 0")
         coefficients, rows = self._vectors(int(counts.sum()), count - 1, columns)
         order = np.argsort(labels, kind="stable")
         found = Machine(
@@ -188,6 +190,8 @@ class _LibsvmReader:
         if not found or count not in (None, len(found)):
             wanted = "some" if count is None else count
             raise self._wrong(f"{word} has {len(found)} numbers, and {wanted} are needed")
+        if not np.isfinite(found).all():
+            raise self._wrong(f"{word} has a number that is not finite")
         return found
 
     def _vectors(self, count: int, weights: int, columns: int | None) -> tuple[Array, Matrix]:
@@ -211,6 +215,8 @@ class _LibsvmReader:
             except ValueError as error:
                 raise self._wrong(f"a support vector cannot be read: {error}") from None
             ends.append(len(places))
+            if not np.isfinite([*coefficients[number], *values[ends[-2] :]]).all():
+                raise self._wrong("a support vector has a number that is not finite")
             row = places[ends[-2] :]
             if any(place < 0 for place in row) or row != sorted(set(row)):
                 raise self._wrong("the columns of a support vector must rise, from 1")

@@ -267,8 +267,8 @@ def _classes(data: LabelledRows, peers: Peers) -> NDArray[np.int64]:
             fix="Number the classes.",
         )
     if len(found) < 2:
-        said = f"one class only, {found[0]:g}" if len(found) else "no samples"
-        raise DataError(f"there is {said}", fix="Give samples of at least two classes.")
+        said = f"is one class only, {found[0]:g}" if len(found) else "are no samples"
+        raise DataError(f"there {said}", fix="Give samples of at least two classes.")
     return found.astype(np.int64)
 
 
