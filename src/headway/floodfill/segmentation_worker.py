@@ -38,6 +38,8 @@ _POLL_SECONDS = 0.1
 _LINE_SECONDS = 2.0
 _BUSY = 0.75
 """Share of its cores that a process with borrowed threads must get."""
+_STARVED_FIELDS = 3
+"""In a row; one may have had to prepare something."""
 _FIELDS_ALONE = 50
 
 
@@ -186,8 +188,9 @@ class LentThreads:
 
     All that this one does is needed; what others fill ahead may be in vain. Two threads on one
     field of view are nearly as fast as two processes, and its bits do not depend on their number.
-    But threads wait for each other: where others use the cores, borrowed ones slow it down, so that
-    it then goes on without them for a while.
+    But threads wait for each other: where other programs use the cores, more threads are slower
+    than one. A process that does not get its cores goes on without what was lent for a while, and
+    if that is not enough, with one thread.
 
     Args:
         processes: How many work at this sub-volume.
@@ -197,7 +200,8 @@ class LentThreads:
     def __init__(self, ledger: SeedLedger, processes: Callable[[], int], own: int) -> None:
         self._ledger, self._processes = ledger, processes
         self._own, self._now = own, torch.get_num_threads()
-        self._index, self._alone = -1, 0
+        self._index, self._starved = -1, 0
+        self._alone = self._single = 0
         self._wall, self._used = time.monotonic(), time.process_time()
 
     def __call__(self, index: int) -> None:
@@ -205,13 +209,22 @@ class LentThreads:
         wall, used = time.monotonic(), time.process_time()
         got = (used - self._used) / max(1e-9, wall - self._wall)
         # Threads that wait for each other use their cores; less is used if they do not get them.
-        if index == self._index and self._now > self._own and got < _BUSY * self._now:
-            self._alone = _FIELDS_ALONE
+        if index == self._index and self._now > 1:
+            self._starved = self._starved + 1 if got < _BUSY * self._now else 0
+        if self._starved == _STARVED_FIELDS:
+            self._starved = 0
+            if self._now > self._own:
+                self._alone = _FIELDS_ALONE
+            else:
+                self._single = _FIELDS_ALONE
         self._index, self._wall, self._used = index, wall, used
-        self._alone = max(0, self._alone - 1)
-        may = index == self._ledger.settled and not self._alone
+        self._set_threads(index)
+
+    def _set_threads(self, index: int) -> None:
+        self._alone, self._single = max(0, self._alone - 1), max(0, self._single - 1)
+        may = index == self._ledger.settled and not self._alone and not self._single
         idle = self._processes() - self._ledger.busy if may else 0
-        threads = self._own * (1 + max(0, idle))
+        threads = 1 if self._single else self._own * (1 + max(0, idle))
         if threads != self._now:
             torch.set_num_threads(threads)
             self._now = threads

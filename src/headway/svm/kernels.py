@@ -7,9 +7,11 @@ working sets, Wen et al. 2018, without their table of kernel rows).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from functools import partial
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
@@ -24,12 +26,11 @@ from headway.svm.products import (
     scale_rows,
     scaled_products,
 )
+from headway.svm.threads import CHUNK, over_chunks
 
 KernelName = Literal["linear", "poly", "rbf", "sigmoid", "callable"]
 KernelFunction = Callable[[Matrix, Matrix], Array]
 
-CHUNK = 512
-"""Rows and columns of a block: 1 MiB of float32, which the second cache holds."""
 _SMALLEST_EXPONENTS = {torch.float32: -60.0, torch.float64: -600.0}
 """Exponents below these count as these: kernel values of 10^-26 and 10^-261, so that their products
 with multipliers do not underflow either."""
@@ -77,7 +78,13 @@ class Kernel:
 
 
 class Samples(Protocol):
-    """Samples prepared for a kernel, in one precision: the rows or the columns of blocks."""
+    """Samples prepared for a kernel, in one precision: the rows or the columns of blocks.
+
+    Attributes:
+        concurrent: Whether several threads may make blocks at once.
+    """
+
+    concurrent: ClassVar[bool]
 
     def __len__(self) -> int: ...
 
@@ -100,8 +107,8 @@ class Samples(Protocol):
         ...
 
 
-class _Room:
-    """Memory of a block, used again for the next."""
+class _Room(threading.local):
+    """Memory of a block, used again for the next one of the same thread."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._values = torch.empty(0, dtype=dtype)
@@ -115,6 +122,8 @@ class _Room:
 
 class DenseSamples:
     """Scaled samples [n, m]; of "rbf" with two more columns, so that a product is the exponent."""
+
+    concurrent: ClassVar[bool] = True
 
     def __init__(self, kernel: Kernel, values: Tensor) -> None:
         self.kernel = kernel
@@ -164,6 +173,8 @@ class DenseSamples:
 class SparseSamples:
     """Scaled samples in compressed rows."""
 
+    concurrent: ClassVar[bool] = True
+
     def __init__(self, kernel: Kernel, rows: sparse.csr_matrix, dtype: torch.dtype) -> None:
         self.kernel = kernel
         self.rows = rows
@@ -201,6 +212,8 @@ class SparseSamples:
 
 class CallableKernelSamples:
     """Samples of a kernel that is the user's own function."""
+
+    concurrent: ClassVar[bool] = False
 
     def __init__(self, kernel: Kernel, rows: Matrix) -> None:
         self.kernel = kernel
@@ -252,12 +265,15 @@ def weighted_sums(samples: Samples, others: Samples, weights: Array) -> Array:
             if len(weights) <= CHUNK
             else others.take(np.arange(start, min(start + CHUNK, len(weights))))
         )
-        columns = some.columns()
-        factors = weights[start : start + CHUNK]
-        for first in range(0, len(samples), CHUNK):
-            last = min(first + CHUNK, len(samples))
-            result[first:last] += _sums(samples.block(first, last, columns), factors)
+        add = partial(_add_sums, result, samples, some.columns(), weights[start : start + CHUNK])
+        over_chunks(len(samples), len(some), add, concurrent=samples.concurrent)
     return result
+
+
+def _add_sums(
+    result: Array, samples: Samples, columns: Any, weights: Array, first: int, last: int
+) -> None:
+    result[first:last] += _sums(samples.block(first, last, columns), weights)
 
 
 def _sums(block: Tensor, weights: Array) -> Array:
@@ -282,14 +298,26 @@ def exact_sums(samples: Samples, others: Samples, weights: Array, grids: Array) 
     result = np.zeros((2, len(samples)))
     for start in range(0, len(weights), FEW):
         which = np.arange(start, min(start + FEW, len(weights)))
-        columns = others.take(which).columns()
-        for first in range(0, len(samples), CHUNK):
-            last = min(first + CHUNK, len(samples))
-            terms = samples.block(first, last, columns).numpy() * weights[which]
-            coarse = np.rint(terms / grids[0]) * grids[0]
-            result[0, first:last] += coarse.sum(axis=1)
-            result[1, first:last] += (np.rint((terms - coarse) / grids[1]) * grids[1]).sum(axis=1)
+        add = partial(
+            _add_exact_sums, result, samples, others.take(which).columns(), weights[which], grids
+        )
+        over_chunks(len(samples), len(which), add, concurrent=samples.concurrent)
     return result
+
+
+def _add_exact_sums(
+    result: Array,
+    samples: Samples,
+    columns: Any,
+    weights: Array,
+    grids: Array,
+    first: int,
+    last: int,
+) -> None:
+    terms = samples.block(first, last, columns).numpy() * weights
+    coarse = np.rint(terms / grids[0]) * grids[0]
+    result[0, first:last] += coarse.sum(axis=1)
+    result[1, first:last] += (np.rint((terms - coarse) / grids[1]) * grids[1]).sum(axis=1)
 
 
 def sum_grids(largest: float, count: int) -> Array:

@@ -8,17 +8,21 @@ class: that against class j is number j - 1 if j > i, else j.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy import sparse
+from torch import Tensor
 
 from headway.errors import DataError
 from headway.svm.arrays import Array, Indices, Matrix
-from headway.svm.kernels import CHUNK, Kernel, prepare_samples
+from headway.svm.kernels import Kernel, Samples, prepare_samples
+from headway.svm.threads import CHUNK, over_chunks, threads_over_blocks
 
 _ROWS = 16 * CHUNK
 """Samples that are prepared at a time: the others of a large set are not copied."""
@@ -112,8 +116,9 @@ class Machine:
             )
         result = np.empty((rows.shape[0], len(self.offsets)))
         rows = _of_kind(rows, self.rows)
-        for first in range(0, rows.shape[0], _ROWS):
-            result[first : first + _ROWS] = self._decide_stretch(rows[first : first + _ROWS])
+        with threads_over_blocks() if self.kernel.function is None else nullcontext():
+            for first in range(0, rows.shape[0], _ROWS):
+                result[first : first + _ROWS] = self._decide_stretch(rows[first : first + _ROWS])
         return result
 
     def predict(self, rows: Matrix) -> Indices:
@@ -135,10 +140,8 @@ class Machine:
                 vectors = prepare_samples(self.kernel, self.rows[stretch], torch.float64, shift)
                 columns = vectors.columns()
                 weights = torch.from_numpy(np.ascontiguousarray(self.coefficients[:, stretch].T))
-                for first in range(0, len(samples), CHUNK):
-                    last = min(first + CHUNK, len(samples))
-                    block = samples.block(first, last, columns)
-                    result[first:last, mine] += (block @ weights).numpy()
+                add = partial(_add_decisions, result, mine, samples, columns, weights)
+                over_chunks(len(samples), len(vectors), add, concurrent=samples.concurrent)
         result -= self.offsets
         return result
 
@@ -148,6 +151,18 @@ class Machine:
         return (
             isinstance(self.rows, np.ndarray) and self.kernel.name == "rbf" and len(self.rows) > 0
         )
+
+
+def _add_decisions(
+    result: Array,
+    pairs: list[int],
+    samples: Samples,
+    columns: Any,
+    weights: Tensor,
+    first: int,
+    last: int,
+) -> None:
+    result[first:last, pairs] += (samples.block(first, last, columns) @ weights).numpy()
 
 
 def pairs_of(classes: int) -> Iterator[tuple[int, int]]:

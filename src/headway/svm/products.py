@@ -90,7 +90,7 @@ def scaled_products(
         )  # fmt: skip
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def _dense_products(
     indptr: Any, indices: Any, data: Any, halves: Any, first: int, last: int,
     start: Any, slots: Any, table: Any, out: Any,
@@ -110,7 +110,7 @@ def _dense_products(
                     row[k] += value * factors[k]
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def _list_products(
     indptr: Any, indices: Any, data: Any, halves: Any, first: int, last: int,
     start: Any, slots: Any, offsets: Any, members: Any, values: Any, out: Any,
@@ -129,7 +129,7 @@ def _list_products(
                     row[members[place]] += value * values[place]
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def products_by_row(rows: Any, others: Any, out: Any) -> None:
     """out[r, k] = x_r z_k, the terms added one after the other.
 
@@ -145,7 +145,7 @@ def products_by_row(rows: Any, others: Any, out: Any) -> None:
             out[r, k] = total
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def scale_rows(rows: Any, shift: Any, scale: float, halves: bool, out: Any) -> None:
     """Samples less `shift`, times `scale`; of "rbf" with two more columns.
 

@@ -36,7 +36,6 @@ from headway.svm.elimination import (
     RemainingWork,
 )
 from headway.svm.kernels import (
-    CHUNK,
     FEW,
     Kernel,
     Samples,
@@ -49,6 +48,7 @@ from headway.svm.kernels import (
 )
 from headway.svm.pair_solver import solve_pairs
 from headway.svm.peers import Peers
+from headway.svm.threads import CHUNK
 
 STOP, SAVE = 1, 2
 """Votes of a rank; what one rank votes for, all do."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ from headway.svm.machine import Machine, PairFacts, pairs_of
 from headway.svm.peers import Peers
 from headway.svm.small_solver import SmallSolver, is_small
 from headway.svm.solver import SAVE, STOP, Progress, Share, Solver, SolverOptions
+from headway.svm.threads import threads_over_blocks
 
 _FIRST_SAVE_SECONDS = 1.0
 _SAVE_SHARE = 0.02
@@ -137,7 +139,9 @@ def train_machine(
     training = _Training(
         rows, codes, factors, classes, options, peers, observe, save, stop or (lambda: False)
     )
-    return training.run(resume)
+    # What a user's kernel does with torch is left alone.
+    with threads_over_blocks() if options.kernel.function is None else nullcontext():
+        return training.run(resume)
 
 
 class _SaveClock:
