@@ -148,6 +148,23 @@ def test_after_a_death_and_after_the_death_of_all_the_result_is_the_same(cut, lo
     assert whole.max() > 5
 
 
+def test_deaths_between_which_seeds_are_settled_do_not_add_up(long_job, tmp_path):
+    job = long_job("out.npy", "--restarts", "1")
+    for seeds in (2, 5, 8):
+        wait_until_settled(tmp_path / "out.npy.work", seeds, job)
+        os.kill(workers_of(job)[-1], signal.SIGKILL)
+    assert "killed by SIGKILL" in finish(job)
+
+
+def test_after_too_many_deaths_it_says_how_to_go_on(long_job, tmp_path):
+    job = long_job("out.npy", "--restarts", "0")
+    wait_until_settled(tmp_path / "out.npy.work", 2, job)
+    os.kill(workers_of(job)[-1], signal.SIGKILL)
+    _, err = job.communicate(timeout=patient(60))
+    assert job.returncode > 0
+    assert "a smaller --subvolume or fewer processes; the same command goes on" in err
+
+
 def test_a_signal_ends_it_in_order(long_job, tmp_path):
     job = long_job("out.npy")
     wait_until_settled(tmp_path / "out.npy.work", 2, job)

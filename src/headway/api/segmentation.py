@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from headway.errors import UsageError
 from headway.floodfill.array_files import check_grey_values, check_image, check_new, open_array
@@ -94,9 +95,15 @@ def _segment_parts(
         (job,),
         processes=processes,
         directory=job.folder,
-        policy=RestartPolicy(limit=restarts),
+        policy=RestartPolicy(
+            limit=restarts,
+            goal="settled seed",
+            unit="seed",
+            relief="a smaller --subvolume or fewer processes; the same command goes on",
+        ),
         preload=(_ENTRY,),
         on_restart=on_restart,
+        progress=partial(job.settled, len(parts)),
     )
     figures = job.figures(len(parts))
     if launched.stopped_by is not None or len(figures) < len(parts):

@@ -112,6 +112,11 @@ def prepare_ledger(
     aside.rename(folder)
 
 
+def settled_seeds(folder: Path) -> int:
+    """How many seeds of a ledger are settled."""
+    return int(np.load(folder / "counts.npy", mmap_mode="r")[_SETTLED])
+
+
 def release_claims(folder: Path) -> None:
     """Let the seeds go whose processes have ended; nobody may work on them."""
     status, owners, moves = (

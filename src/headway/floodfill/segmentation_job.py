@@ -23,7 +23,7 @@ from headway.floodfill.array_files import new_array
 from headway.floodfill.canvas import FillingOptions
 from headway.floodfill.network import Triple
 from headway.floodfill.prediction import Precision
-from headway.floodfill.seed_ledger import LedgerFigures
+from headway.floodfill.seed_ledger import LedgerFigures, settled_seeds
 from headway.floodfill.subvolumes import Subvolume, cut_volume, reconcile
 
 _WORK_VERSION = 2
@@ -83,6 +83,12 @@ class SegmentationJob:
         """Of the sub-volumes that are finished."""
         paths = (self.figures_path(number) for number in range(parts))
         return [LedgerFigures(**parse_json(path.read_text())) for path in paths if path.exists()]
+
+    def settled(self, parts: int) -> int:
+        """How many seeds are settled, of all sub-volumes."""
+        ledgers = [self.ledger_path(n) for n in range(parts) if not self.figures_path(n).exists()]
+        begun = sum(settled_seeds(folder) for folder in ledgers if folder.exists())
+        return begun + sum(figures.seeds for figures in self.figures(parts))
 
     def parts(self, shape: Triple) -> list[Subvolume]:
         """The sub-volumes; see `cut_volume`."""

@@ -326,14 +326,15 @@ def launch_local(
     shutdown_seconds: float = SHUTDOWN_SECONDS,
     stopped_seconds: float | None = STOPPED_SECONDS,
     guarded: bool = False,
+    progress: Callable[[], int] | None = None,
 ) -> LaunchResult:
     """Run entry(place, *arguments) in `processes` workers; restart them as the policy decides.
 
     Args:
         entry: A function of a module, or "module:function": then this process need not import
             what only the workers need (it is sent to them by name in any case).
-        directory: The run directory: failures are recorded there, its newest checkpoint is the
-            measure of progress. None: no record, no progress.
+        directory: The run directory: failures are recorded there, and checkpoints. None: no record,
+            no progress.
         preload: Modules that the warm process imports besides torch.
         threads: Of each worker; None: OMP_NUM_THREADS, or its share of the cores.
         first_attempt: Number of the first attempt (a resumed run goes on counting).
@@ -342,6 +343,8 @@ def launch_local(
         guarded: Where all workers note that they are free of each other (`worker.FREE`), one that a
             signal ends, and on which the others do not depend, comes back in a new process as often
             as the policy's limit allows, and is left out then; the others go on.
+        progress: How far the work has come, a number that never falls; None: the step of the newest
+            checkpoint.
 
     Returns:
         The results, also after an orderly stop by a signal (SIGTERM, Ctrl-C).
@@ -354,6 +357,7 @@ def launch_local(
     for text in check_processes(processes):
         warnings.warn(text, stacklevel=2)
     start_forkserver(processes, preload, threads)
+    measured = progress or partial(newest_checkpoint, directory)
     history: list[AttemptFacts] = []
     environment = dict(os.environ)
     with tempfile.TemporaryDirectory(
@@ -380,7 +384,7 @@ def launch_local(
                 guarded=guarded,
                 returns=(policy or RestartPolicy()).limit,
             )
-            before = newest_checkpoint(directory)
+            before = measured()
             # Again: it may have been killed.
             start_forkserver(processes, preload, threads)
             ending = run_attempt(
@@ -390,9 +394,7 @@ def launch_local(
                 stopped_seconds=stopped_seconds,
             )
             lost = noted_losses(outbox)
-            history.append(
-                replace(ending, progress_before=before, progress_after=newest_checkpoint(directory))
-            )
+            history.append(replace(ending, progress_before=before, progress_after=measured()))
             finished = _judge(history, policy or RestartPolicy())
             if finished is not None:
                 return replace(finished, lost=lost)

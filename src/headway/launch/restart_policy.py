@@ -58,10 +58,16 @@ class RestartPolicy:
     """Restart after a kill from outside; stop after errors, which would only recur.
 
     Attributes:
-        limit: Give up after this many restarts in a row without a new checkpoint; 0: never restart.
+        limit: Give up after this many restarts in a row without progress; 0: never restart.
+        goal: What progress is, as in "no new checkpoint (newest: step 3)".
+        unit: Of its number.
+        relief: What takes less memory, and how to go on.
     """
 
     limit: int = RESTARTS
+    goal: str = "checkpoint"
+    unit: str = "step"
+    relief: str = "a smaller micro-batch or fewer processes; then rerun with --resume"
 
     def decide(self, history: Sequence[AttemptFacts]) -> Stop | None:
         """Judge the last attempt of `history`; None: restart all workers."""
@@ -101,14 +107,13 @@ class RestartPolicy:
         if self.limit == 0:
             why = "Restarts are switched off (limit 0)."
         else:
-            state = f"step {last.progress_after}" if last.progress_after >= 0 else "none"
-            why = f"{self.limit} restarts in a row brought no new checkpoint (newest: {state})."
+            state = f"{self.unit} {last.progress_after}" if last.progress_after >= 0 else "none"
+            why = f"{self.limit} restarts in a row brought no new {self.goal} (newest: {state})."
         return WorkerFailed(
             explain_deaths(last),
             where=f"attempt {last.attempt}",
             why=why,
-            fix="If the kernel's out-of-memory killer did it (see dmesg), use a smaller "
-            "micro-batch or fewer processes; then rerun with --resume.",
+            fix=f"If the kernel's out-of-memory killer did it (see dmesg), use {self.relief}.",
         )
 
 
