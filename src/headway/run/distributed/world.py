@@ -398,6 +398,9 @@ class World:
         gpu = torch.cuda.is_available() and "nccl" in dist.get_backend()
         with drop_later_connections():
             side_group = dist.new_group(backend="gloo") if ranks > 1 else None
+        if side_group is not None:
+            # Who is through first may be refused what follows, and end, while others connect to it.
+            dist.barrier(group=side_group)
         return cls(
             place=replace(LaunchEnv(), rank=rank, ranks=ranks, launcher="program"),
             device=torch.device("cuda", torch.cuda.current_device())
