@@ -41,7 +41,7 @@ def plain(network: FloodFillingNetwork) -> Callable[[np.ndarray, np.ndarray], np
 
 def ratios(name: str, base: list[float], other: list[float]) -> None:
     found = sorted(a / b for a, b in zip(base, other, strict=True))
-    low, middle, high = statistics.quantiles(found, n=4)
+    low, middle, high = statistics.quantiles(found, n=4) if len(found) > 1 else 3 * found
     print(f"{name:22s} {middle:6.2f} ({low:.2f}, {high:.2f}) in {len(found)} rounds")
 
 

@@ -269,23 +269,23 @@ def test_where_much_was_in_vain_nothing_is_begun_ahead_until_it_is_earned(tmp_pa
         ledger.submit(index, FilledObject(np.array([where] * fields), where, (1, 1, 1), None))
 
     assert [ledger.claim(), ledger.claim()] == [0, 1]
-    ledger.give_up(1, None, 199)
+    ledger.give_up(1, None, 49)
     assert ledger.claim() == 1  # one field is left
-    ledger.give_up(1, None, 3)
+    ledger.give_up(1, None, 2)
     assert ledger.claim() is None
-    weak(0, 40)  # its turn it was: a twentieth of 40 fields, and not more than that
+    weak(0, 40)  # its turn it was: one field for 40, and not more than that
     assert ledger.claim() == 1
     assert ledger.claim() is None
-    weak(1, 20)
+    weak(1, 20)  # half a field
     assert [ledger.claim(), ledger.claim()] == [2, 3]
     weak(3, 40)  # kept: a fourth of 40 fields
     weak(2, 1)
     assert [ledger.claim(), ledger.claim()] == [4, 5]
-    ledger.give_up(5, None, 11)
+    ledger.give_up(5, None, 10)
     assert ledger.claim() == 5
     ledger.give_up(5, None, 1)
     assert ledger.claim() is None
-    assert ledger.figures().in_vain == 199 + 3 + 11 + 1
+    assert ledger.figures().in_vain == 49 + 2 + 10 + 1
 
 
 def test_threads_are_lent_to_the_seed_whose_turn_it_is_if_it_gets_cores(monkeypatch):

@@ -48,8 +48,8 @@ _SETTLED, _IN_VAIN, _BUDGET = 0, 1, 2
 # Of the budget, for each field of view. Two threads on one object make 1.87 times the fields of
 # one (benchmarks/2026-11-floodfill-inference.md), so that filling ahead pays from about four kept
 # fields for each one in vain on; what an object earns whose turn it is lets it be tried again.
-_LOST, _EARNED_AHEAD, _EARNED = 20, 5, 1
-_FIRST_BUDGET, _LARGEST_BUDGET = 200 * _LOST, 400 * _LOST
+_LOST, _EARNED_AHEAD, _EARNED = 40, 10, 1
+_FIRST_BUDGET, _LARGEST_BUDGET = 50 * _LOST, 200 * _LOST
 
 Box = tuple[slice, ...]
 
