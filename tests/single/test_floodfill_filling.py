@@ -12,7 +12,7 @@ import torch
 from scipy import ndimage
 
 from headway.errors import DataError, UsageError
-from headway.floodfill import segmentation_worker
+from headway.floodfill import seed_ledger, segmentation_worker
 from headway.floodfill.agreement import agreement, contingency
 from headway.floodfill.array_files import check_grey_values, check_image
 from headway.floodfill.canvas import Canvas, FilledObject, FillingOptions
@@ -286,6 +286,34 @@ def test_where_much_was_in_vain_nothing_is_begun_ahead_until_it_is_earned(tmp_pa
     ledger.give_up(5, None, 1)
     assert ledger.claim() is None
     assert ledger.figures().in_vain == 49 + 2 + 10 + 1
+
+
+def test_an_object_that_is_filled_ahead_pauses_beyond_the_budget_until_its_turn(tmp_path):
+    seeds = np.array([[8, 8, 8], [8, 8, 20]], np.int32)
+    prepare_ledger(tmp_path / "ledger", (20, 20, 40), seeds, np.array([1, 2], np.int32))
+    ledger = SeedLedger(tmp_path / "ledger", distance=(1, 1, 1), min_size=20)
+    assert [ledger.claim(), ledger.claim()] == [0, 1]
+    box = (slice(8, 9), slice(8, 9), slice(20, 21))
+
+    def fill(fields):
+        for _ in range(fields):
+            assert ledger.mark(1, box, np.ones((1, 1, 1), bool))
+
+    fill(50)
+    assert not ledger.pause(1)
+    assert ledger.figures().busy == 2
+    fill(1)
+    assert ledger.pause(1)
+    # Its process lends its threads.
+    assert ledger.figures().busy == 1
+    assert ledger.claim() is None
+    ledger.submit(0, FilledObject(np.array([[8, 8, 8]]), (8, 8, 8), (1, 1, 1), None))
+    assert not ledger.pause(1)
+    assert ledger.figures().busy == 1
+    # A process that dies in a pause leaves its seed to others.
+    ledger._status[1] = seed_ledger._PAUSED
+    release_claims(tmp_path / "ledger")
+    assert ledger.claim() == 1
 
 
 def test_threads_are_lent_to_the_seed_whose_turn_it_is_if_it_gets_cores(monkeypatch):

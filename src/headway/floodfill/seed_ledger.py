@@ -14,8 +14,9 @@ Which seeds are filled ahead decides only how much work is in vain. Most seeds e
 of an earlier one, so that of each group of them that the image suggests to be of one body
 (`seeds.py`) one is filled at a time, and none while an object reaches into the group. A process
 gives up an object that meets one of an earlier seed. And there is a budget: what is filled ahead
-in vain is taken from it, and where it is used up no object is begun ahead, so that processes lend
-their threads to the object whose turn it is (`segmentation_worker.py`), which is nearly as good.
+in vain is taken from it, and where it is used up no object is begun ahead, and one that is being
+filled ahead pauses until its turn, so that processes lend their threads to the object whose turn it
+is (`segmentation_worker.py`), which is nearly as good.
 
 All of it is in files of one folder, mapped by every process and changed under a lock, so that a
 process may be killed at any moment: what is settled is settled, an object that is filled stays so
@@ -39,7 +40,7 @@ from numpy.typing import NDArray
 from headway.floodfill.canvas import FilledObject
 from headway.floodfill.network import Triple
 
-_FREE, _CLAIMED, _FILLED = 0, 1, 2
+_FREE, _CLAIMED, _FILLED, _PAUSED = 0, 1, 2, 3
 SKIPPED, WEAK, SMALL = 0, -1, -2
 """Outcomes of a seed that has no id: inside an object, too weak, too small."""
 WINDOW = 4096
@@ -124,8 +125,9 @@ def release_claims(folder: Path) -> None:
         for name in ("status", "owners", "moves")
     )
     if status.any():
-        moves[status == _CLAIMED] = 0
-        status[status == _CLAIMED] = _FREE
+        held = np.isin(status, (_CLAIMED, _PAUSED))
+        moves[held] = 0
+        status[held] = _FREE
         owners[:] = 0
     for left in (folder / "filled").glob("*.part.npz"):
         left.unlink()
@@ -227,14 +229,26 @@ class SeedLedger:
         """Tell the others what an object seems to cover after one more move.
 
         Returns:
-            Whether it is worth going on: its seed is in no object of an earlier seed.
+            Whether it is worth going on: see `is_worthwhile`.
         """
         owner = index + 1
         self._moves[index] += 1
         owners = self._owners[box]
         owners[inside & ((owners == 0) | (owners > owner))] = owner
+        return self.is_worthwhile(index)
+
+    def is_worthwhile(self, index: int) -> bool:
+        """Whether its seed is in no object of an earlier seed, as far as is known."""
         seed = self.seed(index)
-        return not self.is_taken(seed) and not 0 < int(self._owners[seed]) < owner
+        return not self.is_taken(seed) and not 0 < int(self._owners[seed]) < index + 1
+
+    def pause(self, index: int) -> bool:
+        """Whether an object that is filled ahead has to wait, as its fields exceed the budget."""
+        allowed = int(self._counts[_BUDGET])
+        waits = index != self.settled and int(self._moves[index]) * _LOST > allowed
+        # Its own process alone changes it, until it is handed in or given up.
+        self._status[index] = _PAUSED if waits else _CLAIMED
+        return waits
 
     def give_up(self, index: int, box: Box | None, moves: int) -> None:
         """Return a seed that was claimed.

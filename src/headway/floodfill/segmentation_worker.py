@@ -165,15 +165,21 @@ class _Filler:
 
         def go_on(box: tuple[slice, ...], position: Triple) -> bool:
             nonlocal settled
-            self.tell()
-            self.lend(index)
             seen.add(box)
             moves.append(position)
-            worthwhile = ledger.mark(index, box, canvas.object_in(box))
-            before, settled = settled, ledger.settled
-            # A voxel that it has visited was taken since: it would have to be filled once more.
-            taken = settled > before and any(ledger.is_taken(voxel) for voxel in moves)
-            return worthwhile and not taken and not self.stopped()
+            ledger.mark(index, box, canvas.object_in(box))
+            while True:
+                self.tell()
+                before, settled = settled, ledger.settled
+                # A voxel that it has visited was taken since: it would have to be filled once more.
+                taken = settled > before and any(ledger.is_taken(voxel) for voxel in moves)
+                if taken or not ledger.is_worthwhile(index) or self.stopped():
+                    return False
+                if not ledger.pause(index):
+                    break
+                time.sleep(_POLL_SECONDS)
+            self.lend(index)
+            return True
 
         self.lend(index)
         filled = canvas.fill(ledger.seed(index), ledger.is_taken, go_on)
