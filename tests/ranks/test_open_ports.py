@@ -101,12 +101,17 @@ def test_nobody_else_reaches_a_socket_of_any_plan(tmp_path, monkeypatch, family)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", others[-1])
     recipe, processes, settings = FAMILIES[family]
     recipe, words = recipe or "support.recipes:trapped", [f"stop={8}", *settings]
-    command = ["train", recipe, "-d", "run", "--device", "cpu"]
+    command = ["train", recipe, "--device", "cpu"]
     if "verify" in words:
         command, words = ["verify", recipe], []
     sets = [word for setting in words for word in ("--set", setting)]
-    with SocketWatch() as watch:
-        done = headway_here(*command, "-n", str(processes), *sets, cwd=tmp_path)
-    assert done.code == 0, done.err
-    assert watch.reachable == set()
-    assert watch.watched, "nothing was seen to listen: the watch is wrong"
+    # On a busy machine the watch may not get to look while a short run listens.
+    for _ in range(3):
+        with SocketWatch() as watch:
+            done = headway_here(*command, "-n", str(processes), *sets, cwd=tmp_path)
+        assert done.code == 0, done.err
+        assert watch.reachable == set()
+        if watch.watched:
+            break
+    else:
+        pytest.fail("nothing was seen to listen: the watch is wrong")
