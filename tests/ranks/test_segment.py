@@ -155,7 +155,7 @@ def test_deaths_between_which_seeds_are_settled_do_not_add_up(long_job, tmp_path
     job = long_job("out.npy", "--restarts", "1")
     counts = tmp_path / "out.npy.work" / "ledger-00000" / "counts.npy"
     wait_until_settled(tmp_path / "out.npy.work", 1, job)
-    for _ in range(3):
+    for _ in range(2):
         wait_until_settled(tmp_path / "out.npy.work", int(np.load(counts)[0]) + 1, job)
         workers = workers_of(job)
         os.kill(workers[-1], signal.SIGKILL)
