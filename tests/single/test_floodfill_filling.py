@@ -188,7 +188,8 @@ def worker(ledger, image):
 
         def go_on(box, position, index=index, boxes=boxes, canvas=canvas):
             boxes.append(box)
-            return ledger.mark(index, box, canvas.object_in(box))
+            ledger.mark(index, box, canvas.object_in(box))
+            return ledger.is_worthwhile(index)
 
         filled = canvas.fill(ledger.seed(index), ledger.is_taken, go_on)
         # What was seen of the others is from now; it is handed in later.
@@ -297,7 +298,8 @@ def test_an_object_that_is_filled_ahead_pauses_beyond_the_budget_until_its_turn(
 
     def fill(fields):
         for _ in range(fields):
-            assert ledger.mark(1, box, np.ones((1, 1, 1), bool))
+            ledger.mark(1, box, np.ones((1, 1, 1), bool))
+            assert ledger.is_worthwhile(1)
 
     fill(50)
     assert not ledger.pause(1)

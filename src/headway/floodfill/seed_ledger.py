@@ -225,20 +225,15 @@ class SeedLedger:
             None,
         )
 
-    def mark(self, index: int, box: Box, inside: NDArray[np.bool_]) -> bool:
-        """Tell the others what an object seems to cover after one more move.
-
-        Returns:
-            Whether it is worth going on: see `is_worthwhile`.
-        """
+    def mark(self, index: int, box: Box, inside: NDArray[np.bool_]) -> None:
+        """Tell the others what an object seems to cover after one more move."""
         owner = index + 1
         self._moves[index] += 1
         owners = self._owners[box]
         owners[inside & ((owners == 0) | (owners > owner))] = owner
-        return self.is_worthwhile(index)
 
     def is_worthwhile(self, index: int) -> bool:
-        """Whether its seed is in no object of an earlier seed, as far as is known."""
+        """Whether to go on: a seed is in no object of an earlier one, as far as is known."""
         seed = self.seed(index)
         return not self.is_taken(seed) and not 0 < int(self._owners[seed]) < index + 1
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -55,6 +55,11 @@ class Kernel:
     function: KernelFunction | None = None
 
     @property
+    def concurrent(self) -> bool:
+        """Whether several threads may compute it at once: not a function of the user's."""
+        return self.function is None
+
+    @property
     def scale(self) -> float:
         """What both samples are multiplied by before the product of the two."""
         if self.name == "linear":
@@ -78,13 +83,9 @@ class Kernel:
 
 
 class Samples(Protocol):
-    """Samples prepared for a kernel, in one precision: the rows or the columns of blocks.
+    """Samples prepared for a kernel, in one precision: the rows or the columns of blocks."""
 
-    Attributes:
-        concurrent: Whether several threads may make blocks at once.
-    """
-
-    concurrent: ClassVar[bool]
+    kernel: Kernel
 
     def __len__(self) -> int: ...
 
@@ -122,8 +123,6 @@ class _Room(threading.local):
 
 class DenseSamples:
     """Scaled samples [n, m]; of "rbf" with two more columns, so that a product is the exponent."""
-
-    concurrent: ClassVar[bool] = True
 
     def __init__(self, kernel: Kernel, values: Tensor) -> None:
         self.kernel = kernel
@@ -173,8 +172,6 @@ class DenseSamples:
 class SparseSamples:
     """Scaled samples in compressed rows."""
 
-    concurrent: ClassVar[bool] = True
-
     def __init__(self, kernel: Kernel, rows: sparse.csr_matrix, dtype: torch.dtype) -> None:
         self.kernel = kernel
         self.rows = rows
@@ -212,8 +209,6 @@ class SparseSamples:
 
 class CallableKernelSamples:
     """Samples of a kernel that is the user's own function."""
-
-    concurrent: ClassVar[bool] = False
 
     def __init__(self, kernel: Kernel, rows: Matrix) -> None:
         self.kernel = kernel
@@ -266,7 +261,7 @@ def weighted_sums(samples: Samples, others: Samples, weights: Array) -> Array:
             else others.take(np.arange(start, min(start + CHUNK, len(weights))))
         )
         add = partial(_add_sums, result, samples, some.columns(), weights[start : start + CHUNK])
-        over_chunks(len(samples), len(some), add, concurrent=samples.concurrent)
+        over_chunks(len(samples), len(some), add, concurrent=samples.kernel.concurrent)
     return result
 
 
@@ -301,7 +296,7 @@ def exact_sums(samples: Samples, others: Samples, weights: Array, grids: Array) 
         add = partial(
             _add_exact_sums, result, samples, others.take(which).columns(), weights[which], grids
         )
-        over_chunks(len(samples), len(which), add, concurrent=samples.concurrent)
+        over_chunks(len(samples), len(which), add, concurrent=samples.kernel.concurrent)
     return result
 
 

@@ -8,7 +8,6 @@ class: that against class j is number j - 1 if j > i, else j.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -116,7 +115,7 @@ class Machine:
             )
         result = np.empty((rows.shape[0], len(self.offsets)))
         rows = _of_kind(rows, self.rows)
-        with threads_over_blocks() if self.kernel.function is None else nullcontext():
+        with threads_over_blocks(concurrent=self.kernel.concurrent):
             for first in range(0, rows.shape[0], _ROWS):
                 result[first : first + _ROWS] = self._decide_stretch(rows[first : first + _ROWS])
         return result
@@ -141,7 +140,7 @@ class Machine:
                 columns = vectors.columns()
                 weights = torch.from_numpy(np.ascontiguousarray(self.coefficients[:, stretch].T))
                 add = partial(_add_decisions, result, mine, samples, columns, weights)
-                over_chunks(len(samples), len(vectors), add, concurrent=samples.concurrent)
+                over_chunks(len(samples), len(vectors), add, concurrent=self.kernel.concurrent)
         result -= self.offsets
         return result
 

@@ -55,8 +55,15 @@ _TEAM = _Team()
 
 
 @contextmanager
-def threads_over_blocks() -> Iterator[None]:
-    """Inside, torch has one thread, and `over_chunks` as many as torch had before."""
+def threads_over_blocks(*, concurrent: bool = True) -> Iterator[None]:
+    """Inside, torch has one thread, and `over_chunks` as many as torch had before.
+
+    Args:
+        concurrent: Whether blocks may be made by several threads at once; else all stays as it is.
+    """
+    if not concurrent:
+        yield
+        return
     _TEAM.enter()
     try:
         yield

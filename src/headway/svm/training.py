@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,7 +139,7 @@ def train_machine(
         rows, codes, factors, classes, options, peers, observe, save, stop or (lambda: False)
     )
     # What a user's kernel does with torch is left alone.
-    with threads_over_blocks() if options.kernel.function is None else nullcontext():
+    with threads_over_blocks(concurrent=options.kernel.concurrent):
         return training.run(resume)
 
 

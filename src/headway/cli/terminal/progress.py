@@ -74,6 +74,7 @@ RECENT = 20
 """Steps over which speed and exchange are averaged."""
 _STEPS = ("step", "svm_step")
 _MUCH_WAITING, _LONG_STEP = 0.5, 0.05
+"""Share of a step, and seconds of one, from which on other plans are worth a search."""
 EVERY_SECONDS = 2.0
 POLL_SECONDS = 0.1
 
