@@ -24,7 +24,7 @@ from headway.collective.generators import halving_doubling, ring
 from headway.comm.backend import process_group
 from headway.comm.backend.interpreter import FIRST_TAG
 from headway.errors import PeerLost, Stalled, UsageError
-from support.leaks import alive_threads
+from support.leaks import alive_threads, kernel_threads
 from support.ranks import ranks, run_ranks
 
 SUM = dist.ReduceOp.SUM
@@ -221,6 +221,24 @@ def poll(work):
     while not work.is_completed():
         assert time.monotonic() < until
         time.sleep(0.001)
+
+
+@ranks(2)
+def test_a_destroyed_group_leaves_no_thread_of_gloo(world):
+    """It could drop a tensor while the interpreter ends, which ends the process with SIGABRT."""
+    gc.collect()
+    gc.disable()
+    before = kernel_threads()
+    enter(world)
+    for tensor in (torch.ones(4), torch.ones(1 << 16)):
+        dist.all_reduce(tensor)
+        dist.broadcast(tensor, 0)
+        all_gather_single(torch.empty(2 * tensor.numel()), tensor)
+        reduce_scatter_single(torch.empty(tensor.numel() // 2), tensor)
+        dist.all_reduce(tensor, async_op=True).get_future().wait()
+    assert not before or "pt_gloo_runloop" in kernel_threads()
+    dist.destroy_process_group()
+    assert kernel_threads() == before
 
 
 @ranks(2)

@@ -6,10 +6,12 @@ import os
 import select
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
+from headway.launch.elastic.worker_process import ElasticProcess
 from support.commands import HEADWAY, environment, headway_here
 from support.patience import patient
 
@@ -94,13 +96,27 @@ def test_two_workers_then_three_then_one(tmp_path):
 
 
 @pytest.mark.timeout(180)
-def test_a_worker_dies_and_its_host_is_excluded(tmp_path):
-    """Rank 1 shares its host with rank 2; rank 0 goes on with the state, and a host that waited."""
+@pytest.mark.parametrize("late", [0.0, 2.0])
+def test_a_worker_dies_and_its_host_is_excluded(tmp_path, monkeypatch, late):
+    """Rank 1 shares its host with rank 2; rank 0 goes on with the state, and a host that waited.
+
+    Also where the launcher hears of the death when the others have left their world long ago.
+    """
+    statuses, died = ElasticProcess.status, {}
+
+    def status(process):
+        found = statuses(process)
+        since = died.setdefault(process, time.monotonic()) if found else 0.0
+        return found if time.monotonic() >= since + late else None
+
+    monkeypatch.setattr(ElasticProcess, "status", status)
     write(tmp_path, DEATH + TRAIN, "localhost:1\n127.0.0.1:2\n127.0.0.2:1\n")
     words = "-np 3 --min-np 2 --max-np 3 --output-filename out --elastic-timeout 60"
     done = launch(tmp_path, words)
     assert done.code == 0, done.err
-    assert "rank 1 on 127.0.0.1[0] was ended by SIGKILL; 127.0.0.1 is excluded" in done.err
+    assert done.err == (
+        "rank 1 on 127.0.0.1[0] was ended by SIGKILL; 127.0.0.1 is excluded\nworld 2: 2 processes\n"
+    )
     assert outputs(tmp_path) == {
         "rank.0": f"0 2 {TOTAL} 12 localhost\n",
         "rank.1": f"1 2 {TOTAL} 12 127.0.0.2\n",

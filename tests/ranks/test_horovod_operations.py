@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import headway.horovod as hvd
+from support.leaks import kernel_threads
 from support.ranks import ranks
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -28,6 +30,21 @@ def session(**arguments):
         yield
     finally:
         hvd.shutdown()
+
+
+@ranks(2)
+def test_a_session_that_has_ended_leaves_no_thread(world):
+    """Also of Gloo, whose threads must not outlive the interpreter."""
+    gc.collect()
+    gc.disable()
+    before = kernel_threads()
+    with session(process_sets=[hvd.ProcessSet([0])]):
+        hvd.allreduce(torch.ones(4), name="x")
+        hvd.broadcast(torch.ones(4), 1)
+        hvd.allgather(torch.ones(2 + hvd.rank(), 3))
+        hvd.alltoall(torch.arange(4.0))
+        hvd.broadcast_object({"a": 1})
+    assert kernel_threads() == before
 
 
 def of(rank, shape, dtype=torch.float64, seed=0):

@@ -36,6 +36,13 @@ def alive_threads() -> list[str]:
     ]
 
 
+def kernel_threads() -> list[str]:
+    """Names of all threads of this process, also torch's; empty where the kernel does not show
+    them."""
+    tasks = Path("/proc/self/task")
+    return sorted(task.read_text().strip() for task in tasks.glob("*/comm"))
+
+
 def process_ids() -> frozenset[int]:
     """Of all processes of this machine; empty where the kernel does not show them."""
     if not Path("/proc/self/stat").exists():

@@ -19,9 +19,13 @@ from headway.horovod.engine.process_set import ProcessSet
 from headway.horovod.engine.request import GLOBAL_SET, Request
 from headway.horovod.engine.settings import HorovodSettings
 from headway.horovod.engine.trace import OperationTrace
-from headway.horovod.exceptions import HorovodInternalError, RankRemoved
+from headway.horovod.exceptions import RankRemoved
 from headway.run.distributed.elastic_world import ElasticMember
 from headway.run.distributed.launch_env import ElasticWorkerEnv, LaunchEnv, horovod_variables
+
+_NOTICE_SECONDS = 1.0
+_MOST_FAILURES = 3
+"""Of meetings, one after the other, in which no rank was lost."""
 
 global_process_set = ProcessSet([])
 """All ranks."""
@@ -37,10 +41,11 @@ class Session:
         self._counts: dict[tuple[str, int], Iterator[int]] = {}
         self._joins = 0
         self._at_exit = False
+        self._begun = False
         self.member: ElasticMember | None = None
         """Of an elastic job, of which this process is a worker from its first `start` on."""
-        self.newcomers = False
-        """Whether a rank of this session was not in the one before; it has no state."""
+        self.newcomers = True
+        """Whether a rank of this session had been in none before; it has no state."""
 
     @property
     def engine(self) -> Engine:
@@ -77,20 +82,31 @@ class Session:
             return
         if self.member is None:
             self.member = ElasticMember(env)
+        self.newcomers, failures = False, 0
         while True:
             world, store = self.member.next_world()
             place = self.member.place(world)
             if place is None:
                 raise RankRemoved
             try:
-                meeting = meet(place, settings.start_seconds, store, self.member.over)
+                meeting = meet(
+                    place,
+                    settings.start_seconds,
+                    store,
+                    self.member.over,
+                    newcomer=not self._begun,
+                )
+                # Kept also where this world fails: for the newcomer it may have begun.
+                self.newcomers |= meeting.newcomers
                 self._begin(meeting, settings, process_sets)
-            except (HorovodInternalError, Stalled, OSError):
+            except (RuntimeError, Stalled, OSError):
                 # Some rank of this world is gone; the launcher, if it lives, makes another one.
                 self.end()
-                continue
-            self.newcomers = world.newcomers
-            return
+                failures = 0 if self.member.over.wait(_NOTICE_SECONDS) else failures + 1
+                if failures == _MOST_FAILURES:
+                    raise
+            else:
+                return
 
     def _begin(
         self, meeting: Meeting, settings: HorovodSettings, process_sets: Sequence[ProcessSet]
@@ -107,6 +123,7 @@ class Session:
             self._at_exit = True
             atexit.register(self.end)
         self._collective(Request("barrier", "init"))
+        self._begun = True
         if settings.timeline and self._engine.rank == 0:
             self.trace(settings.timeline, mark_cycles=settings.mark_cycles)
         for process_set in process_sets:

@@ -337,7 +337,7 @@ class HeadwayGroup(dist.ProcessGroup):
             timeout_seconds=info.timeout.total_seconds(),
             stripes=self._stripes,
         )
-        self._role = lru_cache(maxsize=_ROLES)(self._make_role)
+        self._role = self._roles()
 
     def getBackendName(self) -> str:  # noqa: N802  # torch looks for this name
         return compat.NAME
@@ -357,7 +357,7 @@ class HeadwayGroup(dist.ProcessGroup):
     def choose_by(self, choose: ChooseProgram | None) -> None:
         """Ask `choose` from now on; all ranks between the same two operations."""
         self._choose = choose
-        self._role.cache_clear()
+        self._role = self._roles()
 
     def rest(self) -> None:
         """End the thread of programs that were started asynchronously, until there are more."""
@@ -463,18 +463,15 @@ class HeadwayGroup(dist.ProcessGroup):
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
         return self._gloo.recv(tensors, peer, _free(tag))
 
-    def _make_role(
-        self, op: Op, elements: int, element_bytes: int, root: int | None = None
-    ) -> RankOperations | None:
-        if self._size == 1 or elements == 0 or (op not in IN_PLACE and elements % self._size):
-            return None
-        task = CollectiveTask.of(op, self._size, elements, root=root)
-        program = self._choose(task, self._ranks, element_bytes) if self._choose else None
-        # Gloo's own all-reduce and broadcast stay: the ring is within 6 % of the limit.
-        if program is None and op not in IN_PLACE:
-            small = elements * element_bytes <= self._size * _SMALL_SHARE
-            program = direct(task) if self._size <= _DIRECT_RANKS or small else ring(task)
-        return None if program is None else RankOperations.of(program, self.rank())
+    def _roles(self) -> Callable[..., RankOperations | None]:
+        """What this rank does in a program, by its operation and size.
+
+        The cache does not know the group, so that it ends with its last reference: one of Gloo's
+        threads that drops a tensor while the interpreter ends would end the process with SIGABRT.
+        """
+        return lru_cache(maxsize=_ROLES)(
+            partial(_make_role, self._ranks, self.rank(), self._choose)
+        )
 
     def _start(
         self,
@@ -530,6 +527,28 @@ class HeadwayGroup(dist.ProcessGroup):
             return call(tensors, opts)
         parts = tensor.detach().view(-1).tensor_split(self._stripes)
         return CompoundWork([call([part], opts) for part in parts], tensors)
+
+
+def _make_role(
+    ranks: tuple[int, ...],
+    place: int,
+    choose: ChooseProgram | None,
+    op: Op,
+    elements: int,
+    element_bytes: int,
+    root: int | None = None,
+) -> RankOperations | None:
+    """What a place of a group does in a program; None: none is run, because Gloo does it."""
+    size = len(ranks)
+    if size == 1 or elements == 0 or (op not in IN_PLACE and elements % size):
+        return None
+    task = CollectiveTask.of(op, size, elements, root=root)
+    program = choose(task, ranks, element_bytes) if choose else None
+    # Gloo's own all-reduce and broadcast stay: the ring is within 6 % of the limit.
+    if program is None and op not in IN_PLACE:
+        small = elements * element_bytes <= size * _SMALL_SHARE
+        program = direct(task) if size <= _DIRECT_RANKS or small else ring(task)
+    return None if program is None else RankOperations.of(program, place)
 
 
 def all_to_all_steps(rank: int, sent: Sequence[int], received: Sequence[int]) -> RankOperations:

@@ -17,10 +17,11 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import DistStoreError
@@ -144,17 +145,24 @@ class Meeting:
         store: In which groups meet; None: this process is alone.
         others: Of rank 0: the connection of each other rank; elsewhere that of rank 0.
         nodes: Of each rank, the name of its machine.
+        newcomers: Whether some of them is one, as it said.
     """
 
     place: LaunchEnv
     store: Any = None
     others: dict[int, MessageConnection]
     nodes: tuple[str, ...]
+    newcomers: bool
     token: bytes
 
 
 def meet(
-    place: LaunchEnv, seconds: float, store: Any = None, over: threading.Event | None = None
+    place: LaunchEnv,
+    seconds: float,
+    store: Any = None,
+    over: threading.Event | None = None,
+    *,
+    newcomer: bool = True,
 ) -> Meeting:
     """Meet the other ranks; collective.
 
@@ -165,6 +173,7 @@ def meet(
         seconds: Longest wait for all ranks together.
         store: In which the ranks of an elastic job meet.
         over: Set when some of them will not come, because their world is over.
+        newcomer: Whether this process has never been in a session.
 
     Raises:
         Stalled: Names the ranks that do not come.
@@ -176,13 +185,21 @@ def meet(
     elif store is None and place.ranks > 1:
         store = join_rendezvous(place, seconds).store
     if place.ranks == 1:
-        return Meeting(place=place, others={}, nodes=(place.node,), token=b"")
+        return Meeting(place=place, others={}, nodes=(place.node,), newcomers=newcomer, token=b"")
     deadline = time.monotonic() + seconds
     # By mpirun's variables alone the machines cannot be told apart.
     node = socket.gethostname() if place.launcher == "mpi" else place.node
+    own = _Arrival(node, newcomer)
     if place.rank == 0:
-        return _gather(place, store, node, deadline, over)
-    return _join(place, store, node, deadline, over)
+        return _gather(place, store, own, deadline, over)
+    return _join(place, store, own, deadline, over)
+
+
+class _Arrival(NamedTuple):
+    """What each rank says of itself to rank 0, which tells all."""
+
+    node: str
+    newcomer: bool
 
 
 def _meet_in_default_group(place: LaunchEnv) -> tuple[LaunchEnv, Any]:
@@ -219,7 +236,7 @@ def _meet_in_default_group(place: LaunchEnv) -> tuple[LaunchEnv, Any]:
 
 
 def _gather(
-    place: LaunchEnv, store: Any, node: str, deadline: float, over: threading.Event
+    place: LaunchEnv, store: Any, own: _Arrival, deadline: float, over: threading.Event
 ) -> Meeting:
     """Accept the calls of all other ranks, and tell them who is where."""
     server, address = listen(place)
@@ -237,23 +254,25 @@ def _gather(
                 found[rank] = MessageConnection(link)
             else:
                 link.close()
-    nodes = {0: node}
-    while len(nodes) < place.ranks and time.monotonic() < deadline and not over.is_set():
-        waiting = [rank for rank in found if rank not in nodes]
+    arrivals = {0: own}
+    while len(arrivals) < place.ranks and time.monotonic() < deadline and not over.is_set():
+        waiting = [rank for rank in found if rank not in arrivals]
         if not waiting:
             break
         select.select([found[rank] for rank in waiting], [], [], 1.0)
-        nodes |= {rank: str(said[0]) for rank in waiting if (said := found[rank].receive())}
-    if missing := set(range(place.ranks)) - set(nodes):
+        arrivals |= {
+            rank: _Arrival(*said[0]) for rank in waiting if (said := found[rank].receive())
+        }
+    if missing := set(range(place.ranks)) - set(arrivals):
         raise Stalled(f"{name_ranks(missing)} did not come to hvd.init()", where="rank 0")
-    told = [nodes[rank] for rank in range(place.ranks)]
+    told = [arrivals[rank] for rank in range(place.ranks)]
     for connection in found.values():
         connection.send(told)
-    return Meeting(place=place, store=store, others=found, nodes=tuple(told), token=token)
+    return _meeting(place, store, found, told, token)
 
 
 def _join(
-    place: LaunchEnv, store: Any, node: str, deadline: float, over: threading.Event
+    place: LaunchEnv, store: Any, own: _Arrival, deadline: float, over: threading.Event
 ) -> Meeting:
     where = f"rank {place.rank}"
     if not _await_key(store, "horovod/address", deadline, over):
@@ -264,15 +283,30 @@ def _join(
     link = socket.create_connection((address, int(port)), max(deadline - time.monotonic(), 0.1))
     link.sendall(_HELLO.pack(_proof(token, place.rank), place.rank))
     connection = MessageConnection(link)
-    connection.send(node)
+    connection.send(own)
     while time.monotonic() < deadline and not (connection.ended or over.is_set()):
         select.select([connection], [], [], 1.0)
         if told := connection.receive(1):
-            nodes = tuple(map(str, told[0]))
-            return Meeting(
-                place=place, store=store, others={0: connection}, nodes=nodes, token=token
-            )
+            arrivals = [_Arrival(*one) for one in told[0]]
+            return _meeting(place, store, {0: connection}, arrivals, token)
     raise Stalled("some rank did not come to hvd.init()", where=where)
+
+
+def _meeting(
+    place: LaunchEnv,
+    store: Any,
+    others: dict[int, MessageConnection],
+    arrivals: Sequence[_Arrival],
+    token: bytes,
+) -> Meeting:
+    return Meeting(
+        place=place,
+        store=store,
+        others=others,
+        nodes=tuple(arrival.node for arrival in arrivals),
+        newcomers=any(arrival.newcomer for arrival in arrivals),
+        token=token,
+    )
 
 
 def _await_key(store: Any, key: str, deadline: float, over: threading.Event) -> bool:

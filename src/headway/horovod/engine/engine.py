@@ -196,7 +196,9 @@ class Engine:
         with self._lock:
             self._closing = True
         self._ring()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        if self._thread.ident is None:  # its start has failed
+            self._release()
+        elif self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_SECONDS)
         if self.trace is not None:
             self.trace.close()
@@ -214,11 +216,14 @@ class Engine:
         try:
             self._end(why, lost)
         finally:
-            for connection in self._others.values():
-                connection.close()
-            self._selector.close()
-            self._bell.close()
-            self._ringer.close()
+            self._release()
+
+    def _release(self) -> None:
+        for connection in self._others.values():
+            connection.close()
+        self._selector.close()
+        self._bell.close()
+        self._ringer.close()
 
     def _turn(self) -> None:
         """Sleep until there is something to do, and do it."""

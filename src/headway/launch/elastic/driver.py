@@ -151,7 +151,6 @@ class _Worker:
 
     Attributes:
         name: Of this process; a slot's next one has another name.
-        since: The first world of this process.
         left: Whether it has left the world in order, and waits for the next one.
         expelled: Whether it was told to end.
         status: With which it has ended.
@@ -160,7 +159,6 @@ class _Worker:
     name: str
     slot: Slot
     rank: int
-    since: int
     process: ElasticProcess
     left: bool = False
     expelled: bool = False
@@ -265,11 +263,10 @@ class ElasticDriver:
             if worker.status is not None or worker.left:
                 continue
             came_from = arrival(self._store, worker.name)
-            # A new worker has not been in this world before it leaves it.
-            fresh = worker.since == self._world and came_from == 0
             if came_from == self._world:
                 self._world_is_over(now)
-            worker.left = came_from == self._world or (fresh and self._over == self._world)
+            # Who waits, from whichever world, does not go into one that is over.
+            worker.left = came_from is not None and self._over == self._world
         ended = [pair for pair in self._leaving if pair[0].status() is not None]
         self._leaving = [pair for pair in self._leaving if pair not in ended]
         for process, until in self._leaving:
@@ -413,7 +410,6 @@ class ElasticDriver:
         world = ElasticWorld(
             number=self._world,
             master_address=self._address if is_here(hosts[0]) else hosts[0],
-            newcomers=len(kept) < len(slots),
             places=places,
         )
         announce(self._store, world)
@@ -425,7 +421,7 @@ class ElasticDriver:
         for rank, (name, slot) in enumerate(zip(names, slots, strict=True)):
             if slot not in kept:
                 process = self._start(name, places[name], len(slots), len(hosts))
-                self._workers.append(_Worker(name, slot, rank, self._world, process))
+                self._workers.append(_Worker(name, slot, rank, process))
 
     def _start(self, name: str, place: Any, ranks: int, nodes: int) -> ElasticProcess:
         env = ElasticWorkerEnv(self._address, self._port, name)

@@ -1,11 +1,12 @@
 """The worlds of an elastic job, one after the other, as its launcher and its workers agree on them.
 
 The launcher keeps a store (`job_store`). A worker that wants to belong to a world says so
-(`arrived`, with the number of the world that it comes from); when all workers of the last world
-have arrived or ended, the launcher tells of the next one (`world`), in which each worker finds its
-place. It also gives notice (`notice`) that a world is over, because one of its workers is, and that
-hosts have come or gone, which changes nothing until the workers leave their world by themselves.
-A worker's thread looks for notices; the workers meet in the same store, under the world's number.
+(`arrived`, with the number of the world that it comes from, until it goes into the next one); when
+all workers of the last world have arrived or ended, the launcher tells of the next one (`world`),
+in which each worker finds its place. It also gives notice (`notice`) that a world is over, because
+one of its workers is, and that hosts have come or gone, which changes nothing until the workers
+leave their world by themselves. A worker's thread looks for notices; the workers meet in the same
+store, under the world's number.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
 
 from headway.documents import parse_json
 from headway.errors import RunError
-from headway.run.distributed.job_store import call_job_store
+from headway.run.distributed.job_store import JobStore, Request, call_job_store
 from headway.run.distributed.launch_env import ElasticWorkerEnv, LaunchEnv
 
 _WORLD, _NOTICE = "elastic/world", "elastic/notice"
@@ -61,13 +62,11 @@ class ElasticWorld:
     Attributes:
         number: From 1.
         master_address: Of rank 0's host, as the others reach it.
-        newcomers: Whether a worker belongs to it that has not belonged to the one before.
         places: By worker.
     """
 
     number: int
     master_address: str
-    newcomers: bool
     places: Mapping[str, ElasticPlace]
 
     @classmethod
@@ -107,11 +106,14 @@ def announce(store: Store, what: ElasticWorld | ElasticNotice) -> None:
 def arrival(store: Store, worker: str) -> int | None:
     """The number of the world from which a worker wants to go on; 0: it is new. None: it does not.
 
+    It does not before it has come, nor while it is in a world. One that waits while the present
+    world ends does not go into it any more, or leaves it at once.
+
     Args:
         store: Of the launcher itself.
     """
     key = f"elastic/arrived/{worker}"
-    return int(store.get(key)) if store.check([key]) else None
+    return int(found) if store.check([key]) and (found := store.get(key)) else None
 
 
 # -- a worker ----------------------------------------------------------------------------------
@@ -135,7 +137,9 @@ class ElasticMember:
     _number: int = 0
     _changes: int = 0
     _waits: bool = False
-    _store: Store | None = None
+    _store: JobStore | None = None
+    # A `PrefixStore` does not keep what it stands before.
+    _ranks_store: JobStore | None = None
 
     def next_world(self) -> tuple[ElasticWorld, Store]:
         """Leave the world of this worker, and wait for the next one.
@@ -143,14 +147,16 @@ class ElasticMember:
         It waits as long as the launcher lives, which ends all workers if there is none in time.
 
         Returns:
-            The world, in which this worker need not have a place, and the store of its ranks.
+            The world, in which this worker need not have a place, and the store of its ranks, whose
+            calls raise `DistNetworkError` once the world is over.
 
         Raises:
             RunError: The launcher cannot be reached.
         """
         store = self._reached()
         self._waits = True
-        store.set(f"elastic/arrived/{self.env.worker}", str(self._number))
+        arrived = f"elastic/arrived/{self.env.worker}"
+        store.set(arrived, str(self._number))
         pause = threading.Event()
         while True:
             notice = _notice(store)
@@ -159,12 +165,22 @@ class ElasticMember:
                 if world.number > max(self._number, notice.over):
                     break
             pause.wait(_LOOK_SECONDS)
+        # From here on this worker is in that world until it says that it has left.
+        store.set(arrived, "")
         self._number = world.number
         self.over.clear()
         self._waits = False
-        return world, PrefixStore(f"elastic/{world.number}", store)
+        if self._ranks_store is None:
+            self._ranks_store = JobStore(self._ask, _STORE_SECONDS)
+        return world, PrefixStore(f"elastic/{world.number}", self._ranks_store)
 
-    def _reached(self) -> Store:
+    def _ask(self, request: Request) -> Mapping[str, str]:
+        """Of the ranks of a world: who waits for one that is lost hears of that."""
+        if self.over.is_set():
+            raise DistNetworkError("this world of the elastic job is over")
+        return self._reached().ask(request)
+
+    def _reached(self) -> JobStore:
         if self._store is None:
             env = self.env
             self._store = call_job_store(env.address, env.port, _STORE_SECONDS)

@@ -103,24 +103,24 @@ class JobStore(Store):
     """torch's interface to the keys at rank 0.
 
     Args:
-        ask: Sends a request there and returns its answer.
+        ask: Sends a request there and returns its answer; kept as an attribute.
         seconds: Of `get` and `wait`, where they are not told.
     """
 
     def __init__(self, ask: Callable[[Request], Mapping[str, str]], seconds: float) -> None:
         super().__init__()
-        self._ask = ask
+        self.ask = ask
         self._seconds = seconds
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask({"do": "set", "key": key, "value": _hex(value)})
+        self.ask({"do": "set", "key": key, "value": _hex(value)})
 
     def append(self, key: str, value: str | bytes) -> None:
-        self._ask({"do": "append", "key": key, "value": _hex(value)})
+        self.ask({"do": "append", "key": key, "value": _hex(value)})
 
     def add(self, key: str, value: int) -> int:
         parts = {"sign": "-" if value < 0 else "", "amount": str(abs(value))}
-        return int(self._ask({"do": "add", "key": key, **parts})["count"])
+        return int(self.ask({"do": "add", "key": key, **parts})["count"])
 
     def get(self, key: str) -> bytes:
         """Waits until there is a value.
@@ -130,22 +130,22 @@ class JobStore(Store):
             DistNetworkError: Rank 0 is gone.
         """
         self.wait([key])
-        return bytes.fromhex(self._ask({"do": "get", "key": key}).get("value", ""))
+        return bytes.fromhex(self.ask({"do": "get", "key": key}).get("value", ""))
 
     def check(self, keys: Sequence[str]) -> bool:
-        return all("value" in self._ask({"do": "get", "key": key}) for key in keys)
+        return all("value" in self.ask({"do": "get", "key": key}) for key in keys)
 
     def compare_set(
         self, key: str, expected_value: str | bytes, desired_value: str | bytes
     ) -> bytes:
         parts = {"expected": _hex(expected_value), "value": _hex(desired_value)}
-        return bytes.fromhex(self._ask({"do": "compare", "key": key, **parts})["value"])
+        return bytes.fromhex(self.ask({"do": "compare", "key": key, **parts})["value"])
 
     def delete_key(self, key: str) -> bool:
-        return self._ask({"do": "delete", "key": key})["count"] == "1"
+        return self.ask({"do": "delete", "key": key})["count"] == "1"
 
     def num_keys(self) -> int:
-        return int(self._ask({"do": "size", "key": ""})["count"])
+        return int(self.ask({"do": "size", "key": ""})["count"])
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
