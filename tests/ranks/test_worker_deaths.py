@@ -121,10 +121,11 @@ class Patient(nn.Module):
         self._begun = Path(begun)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        (self._begun / str(os.getpid())).touch()
         if len(list(self._begun.iterdir())) < 4:
             time.sleep(0.1)
         found: torch.Tensor = self.layers(x)
+        if found.requires_grad:  # backward: forward also runs before a worker has met the others
+            found.register_hook(lambda _: (self._begun / str(os.getpid())).touch())
         return found
 
 
