@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import threading
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import headway.horovod as hvd
-from headway.horovod import mpi_ops
+from headway.horovod import basics, mpi_ops
+from headway.run.distributed.launch_env import LaunchEnv
 from support.ranks import ranks
 
 STEPS = 6
@@ -239,3 +242,29 @@ def test_one_process_without_a_launcher(monkeypatch):
         hvd.shutdown()
     with pytest.raises(ValueError, match="not been initialized"):
         hvd.rank()
+
+
+@pytest.mark.parametrize("losses", [0, 5])
+def test_meetings_that_fail_are_repeated_while_ranks_are_lost(monkeypatch, losses):
+    """Of those without a loss, which nothing explains, the third one is the last."""
+    over, worlds = threading.Event(), []
+
+    def next_world():
+        worlds.append(over.is_set())
+        over.clear()
+        return None, None
+
+    def meet(*_, **__):
+        if len(worlds) <= losses:
+            over.set()
+        raise OSError("planted")
+
+    place = LaunchEnv(rank=0, ranks=2)
+    session = basics.Session()
+    session.member = SimpleNamespace(next_world=next_world, place=lambda _: place, over=over)
+    monkeypatch.setattr(basics.ElasticWorkerEnv, "here", lambda: object())
+    monkeypatch.setattr(basics, "meet", meet)
+    monkeypatch.setattr(basics, "_NOTICE_SECONDS", 0.0)
+    with pytest.raises(OSError, match="planted"):
+        session.start([])
+    assert len(worlds) == losses + 3

@@ -218,3 +218,8 @@ def test_the_command_prints_a_table_and_writes_a_page(tmp_path):
     refused = headway_here("evaluate", "s.npy", "t.npz", cwd=tmp_path)
     assert refused.code != 0
     assert "It holds truth, image, and no name was given" in refused.err
+    np.save(tmp_path / "f.npy", segments / 2)
+    refused = headway_here("evaluate", "s.npy", "f.npy", cwd=tmp_path)
+    assert refused.code != 0
+    assert "f.npy: these are no ids" in refused.err
+    assert "Its numbers are float64; expected are integers" in refused.err

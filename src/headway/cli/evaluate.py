@@ -51,9 +51,11 @@ def evaluate(
     """
     # These import torch's neighbours, and the page of --help does without.
     from headway.floodfill.agreement import agreement, chunks, contingency
-    from headway.floodfill.array_files import open_array
+    from headway.floodfill.array_files import check_ids, open_array
 
     found, right = open_array(segments), open_array(truth)
+    check_ids(found, segments)
+    check_ids(right, truth)
     figures = agreement(contingency(chunks(found, right)), dust=dust, worst=worst)
     size = parse_option("--voxel", voxel, _sizes)
     along = None if skeletons is None else _along(found, right, skeletons, size, merge_nodes, dust)

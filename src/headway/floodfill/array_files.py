@@ -216,6 +216,26 @@ def check_image(image: Any, name: str, fov: Triple) -> None:
         raise DataError("no image that can be segmented", where=name, why=f"{why}.")
 
 
+def check_ids(labels: Any, name: str) -> None:
+    """Refuse what cannot be the ids of segments or bodies.
+
+    Args:
+        labels: As of `open_array`.
+
+    Raises:
+        DataError: Its numbers are not whole.
+    """
+    kind = np.dtype(labels.dtype)
+    if kind.kind not in "iub":
+        raise DataError(
+            "these are no ids of segments or bodies",
+            where=name,
+            why=f"Its numbers are {kind}; expected are integers, with 0 for none.",
+            fix="Name the dataset with the ids, or write it with integers: "
+            "volume.astype('uint32').",
+        )
+
+
 def check_grey_values(voxels: Any, name: str) -> None:
     """Refuse floats that are no grey values from 0 to 255.
 

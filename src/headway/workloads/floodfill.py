@@ -28,7 +28,7 @@ from torch.nn import functional
 from torch.optim import SGD, Adam, Optimizer
 
 from headway.errors import DataError, RecipeError
-from headway.floodfill.array_files import open_array
+from headway.floodfill.array_files import check_ids, open_array
 from headway.floodfill.network import FloodFillingNetwork, Triple
 from headway.floodfill.patches import TRACKED, PatchGeometry, PatchSource
 from headway.floodfill.published_weights import load_published_weights
@@ -186,6 +186,7 @@ def source(
         options["min_size"] = min(options["min_size"], 500)
     else:
         image, bodies = open_array(volume), open_array(labels)
+        check_ids(bodies, labels)
     if image.shape != bodies.shape:
         raise DataError(
             f"the image has shape {list(image.shape)}, and its labels {list(bodies.shape)}",
