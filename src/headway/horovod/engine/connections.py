@@ -145,7 +145,7 @@ class Meeting:
         store: In which groups meet; None: this process is alone.
         others: Of rank 0: the connection of each other rank; elsewhere that of rank 0.
         nodes: Of each rank, the name of its machine.
-        newcomers: Whether some of them is one, as it said.
+        newcomers: Whether some rank has never been in a session before.
     """
 
     place: LaunchEnv
